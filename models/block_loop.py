@@ -52,6 +52,10 @@ class BlockLoop(Protocol):
         """The number of the block after (offset 1) or before (-1) one; None if there is none."""
         ...
 
+    def applied(self, fun: Callable, blocks: Any, x: Tree, *others: Any) -> Tree:
+        """``x = fun(block, x, *others)`` for each block, with JAX's own derivative."""
+        ...
+
     def run(self, step: Step, carry: Carry) -> tuple[Carry, Any]:
         """Applies ``carry, result = step(carry, number)`` for each block.
 
@@ -87,6 +91,13 @@ class Unrolled:
     def neighbour(self, number: int, offset: int) -> int | None:
         """The number of a neighbour, or None."""
         return number + offset if 0 <= number + offset < self.count else None
+
+    def applied(self, fun: Callable, blocks: Sequence[Tree], x: Tree, *others: Any) -> Tree:
+        """``x = fun(block, x, *others)`` for each block, with JAX's own derivative."""
+        fun = jax.jit(fun)
+        for block in blocks:
+            x = fun(block, x, *others)
+        return x
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, list[Tree]]:
         """Applies the step to each block."""
@@ -135,6 +146,14 @@ class Scanned:
     def neighbour(self, number: jax.Array, offset: int) -> jax.Array:
         """The number of a neighbour, or of the block itself."""
         return jnp.clip(number + offset, 0, self.count - 1)
+
+    def applied(self, fun: Callable, blocks: Tree, x: Tree, *others: Any) -> Tree:
+        """``x = fun(block, x, *others)`` for each block, with JAX's own derivative."""
+
+        def step(x: Tree, block: Tree) -> tuple[Tree, None]:
+            return fun(block, x, *others), None
+
+        return lax.scan(step, x, blocks, unroll=self.unroll)[0]
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, Tree]:
         """Applies the step to each block.

@@ -39,7 +39,10 @@ def scopes(fp8: str | None, patterns: Sequence[str]) -> Any:
 
 
 def of_layer(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of one layer, of those of all."""
-    if "fp8" not in options:
-        return options
-    return options | {"fp8": options["fp8"].get(name)}
+    """The options of one layer, of those of all: `training` becomes what it says of the layer."""
+    own = {key: value for key, value in options.items() if key != "training"}
+    if "fp8" in options:
+        own["fp8"] = options["fp8"].get(name)
+    if "training" in options:
+        own |= options["training"].options_of(name)
+    return own

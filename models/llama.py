@@ -29,6 +29,7 @@ from collective_matmul import (
 from collective_matmul import layers as collective
 from collective_matmul.layers import RouterStatistics
 from models import plain, rotary, vocabulary
+from models.adapters import Training
 from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
 from models.chunked_loss import loss_in_chunks
 from models.config import LlamaConfig
@@ -265,6 +266,8 @@ class Llama(nnx.Module):
         with implementation="plain" it is "xla". Experts multiply in `dtype`, not in 8 bits.
       recompute_expert_hidden: whether the backward computes the hidden features of experts again,
         as `collective_matmul.expert_mlp` does; with remat="full" it does.
+      training: which parameters are trained, and the adapters of linear layers; None: all, and
+        none. With frozen parameters, `parameter_use` is None.
       rngs: random keys for the initial weights.
 
     Raises:
@@ -295,6 +298,7 @@ class Llama(nnx.Module):
         expert_hidden_axis_name: str | None = None,
         expert_implementation: str | Sequence[str] | None = None,
         recompute_expert_hidden: bool = False,
+        training: Training | None = None,
         rngs: nnx.Rngs | Keys,
     ):
         if remat not in get_args(Remat):
@@ -303,6 +307,9 @@ class Llama(nnx.Module):
             raise ValueError(f"loss_chunk={loss_chunk}: expected at least 1 token, or None for all")
         layers, options = _layers_and_options(implementation, fp8, fp8_layers)
         options |= dict(axis_name=axis_name, dtype=dtype, kernel_init=_kernel_init, rngs=rngs)
+        self.freezes = training is not None and training.freezes
+        if training is not None and training.freezes:
+            options["training"] = training
         if weight_axis_name is not None:
             options |= dict(weight_axis_name=weight_axis_name, weight_dimension=weight_dimension)
         placement = ExpertPlacement.of(
@@ -485,6 +492,9 @@ class Llama(nnx.Module):
         apply = rematerialize(apply, self.remat)
         loop, own = self._loop(parameters)
         others = None if gathered is None else self._loop(gathered)[1]
+        if self.freezes:
+            # JAX's own derivative computes nothing for what is not differentiated.
+            return loop.applied(apply, own, x, documents), self._weights(last, gathered)
         if self.scan_layers or use is not None:
             waiting: dict[str, Any] = {}
             if gathers_blocks:

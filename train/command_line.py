@@ -35,6 +35,7 @@ from train.processes import connected, describe_processes, is_first, is_told_els
 from train.renamed import current_arguments
 from train.setup import Setup, prepare
 from train.shutdown import Interrupted, Shutdown
+from train.state import describe_trained
 from train.zero import describe_zero
 
 
@@ -127,6 +128,7 @@ def announce(setup: Setup, console: Console) -> None:
         *describe_held_out(setup),
         *describe_context(config, MeshSizes(**mesh.shape)),
         *describe_loss_chunks(config, MeshSizes(**mesh.shape)),
+        *describe_trained(setup.model),
         *describe_muon(config.optimizer, setup.model.abstract_params),
         describe_schedule(config.optimizer, config.steps),
     ):

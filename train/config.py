@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from models.adapters import LoraConfig
 from models.config import LlamaConfig
 from models.fp8_layers import DEFAULT_FP8_LAYERS
 from models.llama import Remat
@@ -143,6 +144,10 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    freeze: str = ""
+    """Parameters that are not trained, as patterns separated by commas of their names without the
+    number of the layer, such as embedding or layers.attention.*; default: all are."""
     steps: int = 1000
     """Optimizer steps of the whole run, including those before a resume."""
     batch_size: int = 8

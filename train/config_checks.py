@@ -9,6 +9,7 @@ from typing import get_args
 
 import collective_matmul
 import collective_matmul.layers
+from models.adapters import Training
 from models.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
 from models.hugging_face.chat_template import read_variables
 from models.random_keys import check_seed
@@ -48,6 +49,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
     if config.overlap == "rewrite-jit":
         _check_rewrite_jit(config)
     _check_fp8(config)
+    _check_frozen(config, sizes)
     check_optimizer(config.optimizer)
     check_experts(config, sizes)
     on_tensor_axis(config).check_tensor_axis(sizes.tensor)
@@ -147,6 +149,62 @@ def _check_fp8(config: Config) -> None:
             " rewritten, and would not be those of this recipe; choose rowwise or blockwise, or"
             " --overlap rewrite-jit or auto"
         )
+
+
+def _check_blocks(config: Config, sizes: MeshSizes) -> None:
+    """Raises ValueError unless blocks of 128 numbers divide the kernels of a device."""
+    model = config.model
+    for name, size in (
+        ("features", model.features * sizes.tensor),
+        ("hidden_features", model.hidden_features),
+        ("num_heads", model.num_heads * model.head_dim),
+        ("num_key_value_heads", model.num_key_value_heads * model.head_dim),
+    ):
+        if size % (128 * sizes.tensor):
+            raise ValueError(
+                f"lora.base_format='blockwise': model.{name} is not a multiple of 128 numbers on"
+                f" each of mesh.tensor={sizes.tensor} devices; choose rowwise"
+            )
+
+
+def _check_frozen(config: Config, sizes: MeshSizes) -> None:
+    """Raises ValueError for what a run that trains only some parameters cannot do."""
+    training, base = Training(config.lora, config.freeze), config.lora.base_format
+    if base is not None and (config.lora.rank is None or config.fp8 not in (None, base)):
+        raise ValueError(
+            f"lora.base_format={base!r}: expected lora.rank too, and fp8 None or the same; kernels"
+            " that are trained are not stored in 8 bits; add --lora.rank, or leave this out"
+        )
+    if base is not None and config.model.key_value_copies(sizes.tensor) > 1:
+        raise ValueError(
+            f"lora.base_format={base!r}: mesh.tensor={sizes.tensor} is more than"
+            f" model.num_key_value_heads={config.model.num_key_value_heads}, whose kernels then are"
+            " whole on every device and not in 8 bits; make --mesh.tensor smaller"
+        )
+    if base == "blockwise":
+        _check_blocks(config, sizes)
+    if not training.freezes:
+        return
+    which = f"lora.rank={config.lora.rank}" if config.lora.rank else f"freeze={config.freeze!r}"
+    for refused, what, advice in (
+        (config.lora.rank and config.freeze, f"freeze={config.freeze!r}",
+         "adapters freeze all but themselves and --lora.train; leave out --freeze"),
+        (config.zero, f"zero={config.zero}",
+         "what is trained is small, and frozen weights are divided over tensor alone; leave out"
+         " --zero"),
+        (config.overlap.startswith("rewrite"), f"overlap={config.overlap!r}",
+         "the plain layers have no adapters and no frozen kernels; choose auto"),
+        (config.model.num_experts, f"model.num_experts={config.model.num_experts}",
+         "models with experts are trained whole"),
+        (config.lora.rank and config.lora.dropout, f"lora.dropout={config.lora.dropout}",
+         "the trainer draws no random numbers in a step; leave it out"),
+        (config.lora.rank and config.optimizer.kind == "muon", "optimizer.kind='muon'",
+         "adapters are updated by adamw"),
+        (config.eval_only, "eval_only",
+         "it evaluates whole models; give the run that trains --eval-data"),
+    ):  # fmt: skip
+        if refused:
+            raise ValueError(f"{what}: not with {which}: {advice}")
 
 
 def check_optimizer(config: OptimizerConfig) -> None:

@@ -20,7 +20,7 @@ from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh
 from train.metrics import Device
 from train.muon import describe_muon
-from train.state import ModelFunctions, make_optimizer, state_on_mesh
+from train.state import ModelFunctions, describe_trained, make_optimizer, state_on_mesh
 from train.step import sharded_step
 from train.zero import describe_zero
 
@@ -74,7 +74,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    for line in describe_zero(config, model, sizes):
+    for line in (*describe_trained(model), *describe_zero(config, model, sizes)):
         console.print(line, highlight=False, soft_wrap=True)
     for line in describe_experts(config, sizes, model.active_parameter_count):
         console.print(line, highlight=False, soft_wrap=True)

@@ -61,12 +61,13 @@ class Evaluator:
         self._size = config.batch_size // config.gradient_accumulation_steps
         self.sequences = evaluated_sequences(config, text)
         self._local_rows = local_rows(NamedSharding(mesh, BATCH_SPEC), self._size)
-        params = {
-            name: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, model.specs[name])
-            )
-            for name, leaf in model.abstract_params.items()
-        }
+        params = jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            model.all_params,
+            model.all_specs,
+        )
         total_loss = overlap_jit(_sharded_total_loss(config, model, mesh), peer_kernels=False)
         self._total_loss = total_loss.lower(params, *self._batch(0)).compile()
 
@@ -133,7 +134,7 @@ def _sharded_total_loss(
         local = jax.shard_map(
             total_loss,
             mesh=mesh,
-            in_specs=(model.specs, batch_specs(batch, mesh), _WEIGHT_SPEC),
+            in_specs=(model.all_specs, batch_specs(batch, mesh), _WEIGHT_SPEC),
             out_specs=P(),
             check_vma=True,
         )

@@ -10,12 +10,13 @@ import numpy as np
 from rich.console import Console
 
 from models.checkpoint.saved_checkpoint import differences
+from train.base_weights import check_base, load_base
 from train.setup import Setup
-from train.state import TrainState, init_state, state_on_mesh
+from train.state import FROZEN, Params, TrainState, init_state, state_on_mesh, trained_part
 
 # Fields that do not influence any number of a run, or not after its beginning.
 _WITHOUT_INFLUENCE = (
-    "checkpoint_dir", "config", "device", "distributed", "eval_batches", "eval_data",
+    "base", "checkpoint_dir", "config", "device", "distributed", "eval_batches", "eval_data",
     "eval_interval", "eval_only", "eval_text", "init_from", "log_file", "log_interval",
     "max_to_keep", "profile", "profile_dir", "resume", "resume_step", "save_interval",
     "tensorboard", "wandb", "wandb_run_id",
@@ -32,17 +33,31 @@ def initial_state(
     def print_line(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
-    restored = setup.checkpoints.restore(state_on_mesh(setup.model, setup.optimizer, setup.mesh))
+    abstract = state_on_mesh(setup.model, setup.optimizer, setup.mesh)
+    restored = setup.checkpoints.restore(trained_part(abstract))
+    state = restored.state
+    if FROZEN in abstract:
+        state = {**state, FROZEN: _base(setup)}
+        saved = setup.checkpoints.configuration(restored.step)
+        check_base(saved, state, setup.config.init_from)
     batches.set_state(restored.data_position)
     print_line(f"resumed from the checkpoint of step {restored.step}")
     if not restored.verified:
         print_line("it is not verified: an earlier release saved it, without checksums")
-    if setup.config.init_from is not None:
+    if setup.config.init_from is not None and FROZEN not in abstract:
         print_line(f"--init-from {setup.config.init_from} is not read: that is where the run began")
     changed = changed_settings(setup.checkpoints.configuration(restored.step), setup.configuration)
     if changed:
         print_line(f"changed since: {changed}")
-    return restored.state, restored.step
+    return state, restored.step
+
+
+def _base(setup: Setup) -> Params:
+    """The weights that a resumed run does not train."""
+    params = None
+    if setup.init_from is not None:
+        params = load_base(setup.init_from, setup.model, setup.mesh)
+    return init_state(setup.model, setup.optimizer, setup.mesh, params)[FROZEN]
 
 
 def _new_state(setup: Setup, console: Console) -> TrainState:
@@ -50,8 +65,7 @@ def _new_state(setup: Setup, console: Console) -> TrainState:
     saved = setup.init_from
     if saved is None:
         return init_state(setup.model, setup.optimizer, setup.mesh)
-    abstract = state_on_mesh(setup.model, setup.optimizer, setup.mesh)
-    params = saved.restore_params(abstract["params"])
+    params = load_base(saved, setup.model, setup.mesh)
     line = f"weights from {saved.path}; the optimizer, the schedule and the data begin anew"
     names = ("model", "tokenizer")
     was = {name: value for name, value in saved.configuration().items() if name in names}

@@ -21,6 +21,8 @@ class InitialWeights(Protocol):
     """The parameters that a run may begin with. `SavedCheckpoint` is one."""
 
     path: Path
+    #: Whether `restore_params` may be called for some of the parameters.
+    reads_parts: bool
 
     def configuration(self) -> dict[str, Any]:
         """The configuration that they were trained with, as far as it is known."""
@@ -37,6 +39,8 @@ class InitialWeights(Protocol):
 
 class _FolderWeights:
     """The weights of a Hugging Face folder, whose headers are read and checked."""
+
+    reads_parts = True
 
     def __init__(self, path: str):
         self._folder = ModelFolder(path)

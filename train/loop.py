@@ -14,6 +14,7 @@ from rich.console import Console
 
 from collective_matmul import record_decisions
 from train.agreement import StopRequest, check_same
+from train.base_weights import base_identity
 from train.batches import batch_specs, global_arrays, local_rows
 from train.evaluation import Evaluator
 from train.initial_state import initial_state
@@ -24,7 +25,7 @@ from train.reporter import Reporter, Writer
 from train.run_record import run_record
 from train.setup import Setup
 from train.shutdown import Shutdown
-from train.state import Params, TrainState
+from train.state import Params, TrainState, trained_part, weights_of
 from train.step import Metrics, make_parameter_norm, make_step
 from train.trackers import TensorBoard, WeightsAndBiases
 
@@ -66,6 +67,7 @@ def train(
     stop_request = StopRequest(shutdown, setup.mesh)
     try:
         state, first_step = initial_state(setup, batches, console)
+        saved = setup.configuration | base_identity(state)
         with _open_reporter(setup, console, first_step) as reporter:
             step = _compile(setup, state, console)
             parameter_norm = make_parameter_norm(setup.model, setup.mesh)
@@ -80,14 +82,14 @@ def train(
                 ending.wait()
                 ending.pending = number, metrics
                 profiler.after(number, metrics)
-                ending.evaluate(number, state["params"], stop_request)
+                ending.evaluate(number, weights_of(state), stop_request)
                 stopping = stop_request()
                 if checkpoints is not None and (
                     number == config.steps or stopping or checkpoints.should_save(number)
                 ):
                     ending.wait()  # A state that is not finite must not be saved.
                     ending.check_parameters(number, float(parameter_norm(state["params"])))
-                    checkpoints.save(number, state, batches.get_state(), setup.configuration)
+                    checkpoints.save(number, trained_part(state), batches.get_state(), saved)
                 if stopping and number < config.steps:
                     ending.wait()
                     shutdown.stop(number, config.checkpoint_dir, stop_request.signal)

@@ -19,7 +19,7 @@ from train.context import sequence_unit
 from train.experts import on_tensor_axis
 from train.live_memory import find_peak
 from train.mesh import make_abstract_mesh
-from train.state import ModelFunctions, TrainState, make_optimizer, state_on_mesh
+from train.state import FROZEN, ModelFunctions, TrainState, make_optimizer, state_on_mesh
 from train.step import Batch, sharded_step
 
 #: The number of documents in a sequence that is assumed where they are kept apart.
@@ -31,7 +31,7 @@ class Memory:
     """Bytes on each device.
 
     Attributes:
-      parameters: the float32 parameters.
+      parameters: the float32 parameters, and those that are frozen.
       optimizer_state: the optimizer's moments.
       weights: arrays made of parameters, as gathered weights and copies in 8 bits are, when most
         bytes are in use.
@@ -87,7 +87,7 @@ def memory_of(
     jaxpr = jax.make_jaxpr(step)(state, batch).jaxpr
     peak = find_peak(jaxpr, len(jaxpr.invars) - len(batch))
     return Memory(
-        _bytes_per_device(state["params"]),
+        _bytes_per_device([state["params"], state.get(FROZEN, {})]),
         _bytes_per_device(state["opt_state"]),
         peak.of_first,
         peak.total - peak.of_first,

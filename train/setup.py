@@ -184,11 +184,11 @@ def _open_initial_weights(config: Config, model: ModelFunctions) -> InitialWeigh
     Raises:
       ValueError: it is not a checkpoint, or its model has other shapes.
     """
-    if config.init_from is None or config.resume:
+    if config.init_from is None or (config.resume and not model.freezes):
         return None
     try:
         saved = find_weights(config.init_from)
-        saved.check_params(model.abstract_params)
+        saved.check_params(model.base_params)
     except ValueError as error:
         raise ValueError(f"init_from={config.init_from!r}: {error}") from error
     return saved

@@ -11,9 +11,8 @@ specify, with ZeRO the fsdp axis too; the data axis replicates them. Moments are
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import Quantized
+from models.adapters import Training, is_adapter
 from models.checkpoint.layer_layout import move_layout, other_layout
 from models.config import LlamaConfig
 from models.fp8_layers import scopes
@@ -32,6 +32,7 @@ from models.parameter_use import Gathers, ParameterUse, Unchanged
 from models.prequantized import prequantized_state
 from models.random_keys import random_key
 from models.stacked_blocks import Keys
+from train import frozen_format
 from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.context import context_implementation
 from train.experts import expert_axes, expert_implementation, gathers_experts, is_expert
@@ -46,12 +47,30 @@ Weights = dict[str, jax.Array | Quantized]
 TrainState = dict[str, Any]
 
 
+#: The part of a state that no step changes, and no checkpoint has.
+FROZEN = "frozen"
+
+
+def trained_part(state: TrainState) -> TrainState:
+    """The state without what is frozen: what checkpoints have."""
+    return {name: part for name, part in state.items() if name != FROZEN}
+
+
+def weights_of(state: TrainState) -> Params:
+    """All parameters of a state, trained and frozen."""
+    return {**state["params"], **state.get(FROZEN, {})}
+
+
 class ModelFunctions:
     """The model as pure functions over a flat dictionary of parameters.
 
     Attributes:
-      abstract_params: global shapes and dtypes by name.
-      specs: `PartitionSpec` by name.
+      abstract_params: global shapes and dtypes by name, of what is trained.
+      specs: `PartitionSpec` by name, of the same.
+      freezes: whether some parameters are not trained, or there are adapters.
+      frozen_params: global shapes and dtypes of what is not trained: matrices are in the dtype in
+        which they are used.
+      frozen_specs: `PartitionSpec` of the same.
       zero: the ZeRO level; 0 on a mesh that has nothing to shard over.
       matrices: the names of all parameters but norms, biases and routers, which are float32 and
         whole wherever they are used.
@@ -85,8 +104,9 @@ class ModelFunctions:
             return self._build(config)
 
         self._config, self._sizes = config, sizes
+        training = Training(config.lora, config.freeze)
         self.compute_dtype, self.gradient_dtype = config.compute_dtype, config.gradient_dtype
-        self.fp8 = None if config.overlap == "rewrite" else config.fp8
+        self.fp8 = None if config.overlap == "rewrite" else config.lora.base_format or config.fp8
         self.fp8_scopes = scopes(config.fp8, config.fp8_layers.split(","))
         self.accumulates = config.gradient_accumulation_steps > 1
         self.stacks_layers = config.scan_layers > 0
@@ -116,6 +136,69 @@ class ModelFunctions:
         self.sharded_dimensions: dict[str, int] = {}
         if self.zero:
             self._shard_weights(config, sizes)
+        self._set_frozen_apart(training)
+
+    def _set_frozen_apart(self, training: Training) -> None:
+        """Moves what is not trained from the parameters to `frozen_params`."""
+        training.check(self.abstract_params)
+        self.freezes = training.freezes
+        frozen = {n for n in self.abstract_params if not training.trains(n)}
+        if len(frozen) == len(self.abstract_params):
+            raise ValueError(f"freeze={training.freeze!r}: matches all parameters; train some")
+        self.frozen_params: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct(
+                leaf.shape, self.compute_dtype if name in self.matrices else leaf.dtype
+            )
+            for name, leaf in self.abstract_params.items()
+            if name in frozen
+        }
+        self.frozen_specs: dict[str, Any] = {name: self.specs[name] for name in self.frozen_params}
+        self.kernels_in_8_bits: dict[str, int] = {}
+        if self._config.lora.base_format is not None:
+            self._store_in_8_bits(self._config.lora.base_format)
+        self.abstract_params = {
+            n: leaf for n, leaf in self.abstract_params.items() if n not in frozen
+        }
+        self.specs = {name: self.specs[name] for name in self.abstract_params}
+
+    def _store_in_8_bits(self, fp8: str) -> None:
+        """Makes frozen kernels that layers multiply in 8 bits matrices: `train.frozen_format`."""
+        model = nnx.eval_shape(lambda: self._build(self._config))
+        for name, inputs in frozen_format.input_dimensions(model).items():
+            if name not in self.frozen_params:
+                continue
+            leaf, stacked = self.frozen_params[name], self._stacked(name)
+            made = frozen_format.abstract(leaf, inputs, fp8, self.compute_dtype, stacked)
+            spec = self.frozen_specs[name]
+            self.kernels_in_8_bits[name] = inputs
+            self.frozen_params[name] = made
+            self.frozen_specs[name] = frozen_format.specs(made, spec, inputs, stacked)
+
+    @property
+    def all_params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Global shapes and dtypes of all parameters, frozen or not."""
+        return {**self.abstract_params, **self.frozen_params}
+
+    @property
+    def all_specs(self) -> dict[str, P]:
+        """`PartitionSpec` of all parameters."""
+        return {**self.specs, **self.frozen_specs}
+
+    @property
+    def base_params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Global shapes of all parameters but adapters, float32, as checkpoints have them."""
+        return {
+            name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+            for name, (_, leaf) in self._variables.items()
+            if not is_adapter(name)
+        }
+
+    @property
+    def base_specs(self) -> dict[str, P]:
+        """`PartitionSpec` of the same."""
+        flat = nnx.from_flat_state([*self._variables.values()])
+        every = nnx.to_flat_state(nnx.get_partition_spec(flat))
+        return {_name(path): spec.get_value() for path, spec in every}
 
     def _shard_weights(self, config: Config, sizes: MeshSizes) -> None:
         """Shards the parameters over the fsdp axis too."""
@@ -162,6 +245,11 @@ class ModelFunctions:
     @property
     def parameter_count(self) -> int:
         """Number of parameters of the whole model."""
+        return sum(math.prod(leaf.shape) for _, leaf in self._variables.values())
+
+    @property
+    def trained_count(self) -> int:
+        """Number of parameters that are trained."""
         return sum(math.prod(leaf.shape) for leaf in self.abstract_params.values())
 
     @property
@@ -170,7 +258,7 @@ class ModelFunctions:
         to."""
         model = self._config.model
         chosen = (model.num_experts_per_token or 1) / (model.num_experts or 1)
-        counts = {name: math.prod(leaf.shape) for name, leaf in self.abstract_params.items()}
+        counts = {name: math.prod(leaf.shape) for name, (_, leaf) in self._variables.items()}
         return round(sum(n * chosen if is_expert(name) else n for name, n in counts.items()))
 
     def _build(self, config: Config) -> Llama:
@@ -194,11 +282,14 @@ class ModelFunctions:
             expert_hidden_axis_name=config.expert_hidden_axis,
             expert_implementation=expert_implementation(config.overlap),
             recompute_expert_hidden=config.recompute_expert_hidden,
+            training=Training(config.lora, config.freeze),
             rngs=Keys(random_key(config.seed)),
         )
 
-    def _parameter_use(self, config: Config) -> ParameterUse:
-        """What is done to parameters where they are used."""
+    def _parameter_use(self, config: Config) -> ParameterUse | None:
+        """What is done to parameters where they are used; None if some are frozen."""
+        if Training(config.lora, config.freeze).freezes:
+            return None
         if self.accumulates and self.zero < 2:
             return Unchanged()
         return ZeroUse(
@@ -212,7 +303,35 @@ class ModelFunctions:
         """Initial parameters, global; the same for every mesh. `stacked`: as with scan_layers."""
         config = dataclasses.replace(self._config, scan_layers=1) if stacked else self._config
         model = self._build(config)
-        return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
+        params = {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
+        return {
+            name: leaf.astype(self._dtype_of(name)) if self.freezes else leaf
+            for name, leaf in params.items()
+        }
+
+    def _dtype_of(self, name: str) -> Any:
+        """The dtype of a parameter, also of one that is stacked here and not in the model."""
+        frozen = not Training(self._config.lora, self._config.freeze).trains(name)
+        matrix = name in self.matrices or name.replace("layers.", "layers.0.", 1) in self.matrices
+        return self.compute_dtype if frozen and matrix else jnp.float32
+
+    def random_in_8_bits(self, name: str, number: int, shardings: Any) -> Quantized:
+        """A random kernel in 8 bits, of which there is never more than a layer in float32."""
+        key = jax.random.fold_in(random_key(self._config.seed), number)
+        _, leaf = self._variables[name]
+        return frozen_format.random_kernel(key, leaf, shardings, **self._in_8_bits(name))
+
+    def in_8_bits(self, name: str, kernel: jax.Array, shardings: Any) -> Quantized:
+        """A loaded kernel in 8 bits; the array is deleted."""
+        return frozen_format.convert(kernel, shardings, **self._in_8_bits(name))
+
+    def _in_8_bits(self, name: str) -> dict[str, Any]:
+        return {
+            "stacked": self._stacked(name),
+            "inputs": self.kernels_in_8_bits[name],
+            "fp8": self._config.lora.base_format,
+            "dtype": self.compute_dtype,
+        }
 
     def prequantize(self, weights: Params | Weights) -> Weights:
         """Local weights, of which those that layers multiply in 8 bits are quantized.
@@ -234,6 +353,14 @@ class ModelFunctions:
         return nnx.from_flat_state(
             [(path, leaf.replace(params[name])) for name, (path, leaf) in self._variables.items()]
         )
+
+
+def describe_trained(model: ModelFunctions) -> list[str]:
+    """How many parameters are trained, as a line to print; none if all are."""
+    if not model.frozen_params:
+        return []
+    trained, every = model.trained_count, model.parameter_count
+    return [f"trains {trained:,} parameters, {trained / every:.2%} of {every:,}; others are frozen"]
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -291,11 +418,12 @@ def _adamw(
 
 def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
     """Global shapes and dtypes of the state."""
-    return {
+    state = {
         "params": model.abstract_params,
         "opt_state": jax.eval_shape(optimizer.init, model.abstract_params),
         "step": jax.ShapeDtypeStruct((), jnp.int32),
     }
+    return state | ({FROZEN: model.frozen_params} if model.frozen_params else {})
 
 
 def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
@@ -312,7 +440,8 @@ def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) 
         transform_non_params=lambda _: P(),
         is_leaf=masked,
     )
-    return {"params": model.specs, "opt_state": opt_state, "step": P()}
+    specs = {"params": model.specs, "opt_state": opt_state, "step": P()}
+    return specs | ({FROZEN: model.frozen_specs} if model.frozen_specs else {})
 
 
 def state_on_mesh(
@@ -343,7 +472,8 @@ def init_state(
       model: the model.
       optimizer: the optimizer.
       mesh: the mesh of the state.
-      params: global parameters, sharded as the model says; default: random ones.
+      params: global parameters, sharded as the model says; those that it lacks, or all by default,
+        are random.
     """
 
     def init(params: Params) -> TrainState:
@@ -351,25 +481,46 @@ def init_state(
 
     abstract = state_on_mesh(model, optimizer, mesh)
     shardings = _shardings(abstract)
-    own = shardings.pop("params")
-    params = _random_params(model, abstract["params"]) if params is None else params
-    return {
-        "params": jax.device_put(params, own),
-        **jax.jit(init, in_shardings=(own,), out_shardings=shardings)(params),
+    own, frozen = shardings.pop("params"), shardings.pop(FROZEN, {})
+    whole = abstract["params"] | abstract.get(FROZEN, {})
+    params = params or {}
+    if params.keys() != whole.keys():
+        in_8_bits = model.kernels_in_8_bits.keys()
+        random: dict[str, Any] = _random_params(model, whole, {*params, *in_8_bits})
+        for number, name in enumerate(sorted(in_8_bits - params.keys())):
+            random[name] = model.random_in_8_bits(name, number, frozen[name])
+        params = random | params
+    trained = jax.device_put({name: params[name] for name in own}, own)
+    state = {
+        "params": trained,
+        **jax.jit(init, in_shardings=(own,), out_shardings=shardings)(trained),
     }
+    if frozen:
+        base = {
+            n: params[n] if n in model.kernels_in_8_bits else params[n].astype(whole[n].dtype)
+            for n in frozen
+        }
+        state[FROZEN] = jax.device_put(base, frozen)
+    return state
 
 
-def _random_params(model: ModelFunctions, abstract: Params) -> Params:
-    """Initial parameters as `abstract` describes them.
+def _random_params(
+    model: ModelFunctions, abstract: Params, without: Set[str] = frozenset()
+) -> Params:
+    """Initial parameters as `abstract` describes them, without some.
 
     Layers are made stacked and then taken apart: so the time to compile does not depend on their
     number. XLA takes seconds for the random numbers of one matrix.
     """
-    if model.stacks_layers:
-        return jax.jit(model.init, out_shardings=_shardings(abstract))()
-    stacked = other_layout(abstract)
-    init = functools.partial(model.init, stacked=True)
-    return move_layout(jax.jit(init, out_shardings=_shardings(stacked))(), abstract)
+    abstract = {name: leaf for name, leaf in abstract.items() if name not in without}
+    target = abstract if model.stacks_layers else other_layout(abstract)
+
+    def init() -> Params:
+        made = model.init(stacked=True)
+        return {name: made[name] for name in target}
+
+    params = jax.jit(init, out_shardings=_shardings(target))()
+    return params if model.stacks_layers else move_layout(params, abstract)
 
 
 def _shardings(abstract: Any) -> Any:

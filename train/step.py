@@ -30,6 +30,7 @@ from train.explicit_step import Batch, explicit_loss_and_grads, with_explicit_ax
 from train.mesh import all_axes, token_axes
 from train.router_losses import RouterLosses, of_all_devices, router_metrics
 from train.state import (
+    FROZEN,
     ModelFunctions,
     Params,
     TrainState,
@@ -100,12 +101,13 @@ def sharded_step(
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
             params = optax.apply_updates(state["params"], updates)
-        new_state = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+        new_state = {**state, "params": params, "opt_state": opt_state, "step": state["step"] + 1}
         learning_rate = jnp.asarray(schedule(state["step"]), jnp.float32)
         return new_state, {"grad_norm": grad_norm, "learning_rate": learning_rate}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        losses, grads = loss_and_grads(config, model, state["params"], batch)
+        frozen = {"frozen": state[FROZEN]} if FROZEN in state else {}
+        losses, grads = loss_and_grads(config, model, state["params"], batch, **frozen)
         new_state, metrics = update_state(state, grads)
         return new_state, losses | metrics
 
@@ -164,10 +166,14 @@ def counted_tokens(config: Config, batch: Batch) -> jax.Array | int:
 
 
 def _loss_and_grads(
-    config: Config, model: ModelFunctions, params: Params, batch: Batch
+    config: Config,
+    model: ModelFunctions,
+    params: Params,
+    batch: Batch,
+    frozen: Params | None = None,
 ) -> tuple[Metrics, Params]:
     """Mean loss of the whole batch, and the gradient of all losses with respect to the local
-    parameters."""
+    parameters that are trained. `frozen` has the others."""
     tokens = counted_tokens(config, batch)
     gathered = gathered_weights(model, params)
     local = variables(model, params, gathered)
@@ -176,7 +182,7 @@ def _loss_and_grads(
     def loss(
         local: Params, microbatch: Batch, whole: RouterStatistics | None
     ) -> tuple[jax.Array, tuple[jax.Array, RouterStatistics | None]]:
-        each, own = losses(model, local, gathered, microbatch)
+        each, own = losses(model, local | (frozen or {}), gathered, microbatch)
         total = cross_entropy = jnp.sum(each) / tokens
         if own is not None:
             total += routers.share(own, of_all_devices(own) if whole is None else whole)

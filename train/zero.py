@@ -38,6 +38,8 @@ def gathered_weights(model: ModelFunctions, params: Params) -> Weights | None:
     once, for all microbatches. With level 3 they always are, and of shards: each use gathers the
     copy that it needs, in 8 bits. Other parameters are as they were.
     """
+    if model.freezes:
+        return None
     if model.zero == 3:
         return model.prequantize(params) if model.quantizes_shards else None
     dimensions = model.sharded_dimensions

@@ -3,6 +3,7 @@
 from collective_matmul.layers.blocks import AttentionProjection, GatedFeedForward
 from collective_matmul.layers.experts import ExpertMLP
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear, shared_gather
+from collective_matmul.layers.lora import Lora
 from collective_matmul.layers.parallel_linen import ParallelModule
 from collective_matmul.layers.parallel_styles import Column, Heads, Row
 from collective_matmul.layers.parallelize import parallelize
@@ -24,6 +25,7 @@ __all__ = [
     "ExpertMLP",
     "GatedFeedForward",
     "Heads",
+    "Lora",
     "ParallelModule",
     "Router",
     "RouterStatistics",

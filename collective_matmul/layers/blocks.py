@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Unpack
 
 import jax
@@ -12,11 +12,20 @@ from jax.sharding import Mesh
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.linear import (
     ColumnParallelLinear,
-    LinearOptions,
+    LayerOptions,
     RowParallelLinear,
     shared_gather,
 )
+from collective_matmul.layers.lora import Lora
 from collective_matmul.layers.sharding_context import known_axis_size
+
+#: An adapter for all layers of a block, or by the name of a layer.
+Adapters = Lora | Mapping[str, Lora | None] | None
+
+
+def _of(adapters: Adapters, name: str) -> Lora | None:
+    """The adapter of one layer."""
+    return adapters.get(name) if isinstance(adapters, Mapping) else adapters
 
 
 class GatedFeedForward(nnx.Module):
@@ -35,6 +44,8 @@ class GatedFeedForward(nnx.Module):
       gather_dimension: for gate and up; see `ColumnParallelLinear`.
       scatter_dimension: for down; see `RowParallelLinear`.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      lora: the adapter of all three layers, or one for each of their names; None for none. If one
+        layer has an adapter, the others are frozen too: give them ``frozen=True``.
       **options: passed on to all three layers: use_bias, implementation, weight_axis_name, dtype,
         param_dtype, kernel_init, bias_init and rngs, as for `ColumnParallelLinear`. Gate and up
         have weight_dimension too; that of down is 1, so with 0 all are sharded over `features`.
@@ -53,23 +64,25 @@ class GatedFeedForward(nnx.Module):
         gather_dimension: int | None = -2,
         scatter_dimension: int | None = -2,
         mesh: Mesh | None = None,
-        **options: Unpack[LinearOptions],
+        lora: Adapters = None,
+        **options: Unpack[LayerOptions],
     ):
         if devices := known_axis_size(axis_name, mesh):
             layer_checks.features("hidden_features", hidden_features, axis_name, devices)
 
-        def column() -> ColumnParallelLinear:
+        def column(name: str) -> ColumnParallelLinear:
             return ColumnParallelLinear(
                 features,
                 hidden_features,
                 axis_name=axis_name,
                 gather_dimension=gather_dimension,
                 mesh=mesh,
+                lora=_of(lora, name),
                 **options,
             )
 
         self.activation = activation
-        self.gate, self.up = column(), column()
+        self.gate, self.up = column("gate"), column("up")
         options.pop("weight_dimension", None)
         self.down = RowParallelLinear(
             hidden_features,
@@ -77,6 +90,7 @@ class GatedFeedForward(nnx.Module):
             axis_name=axis_name,
             scatter_dimension=scatter_dimension,
             mesh=mesh,
+            lora=_of(lora, "down"),
             **options,
         )
 
@@ -116,6 +130,8 @@ class AttentionProjection(nnx.Module):
       key_value_copies: number of devices that compute each head of keys and values; None: D over
         their number if the size of the axis is known and is larger, else 1.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      lora: the adapter of all three layers, or one for each of their names; None for none. If one
+        layer has an adapter, the others are frozen too: give them ``frozen=True``.
       **options: passed on to all three layers: use_bias, implementation, dtype, param_dtype,
         kernel_init, bias_init and rngs, as for `ColumnParallelLinear`.
 
@@ -134,7 +150,8 @@ class AttentionProjection(nnx.Module):
         gather_dimension: int | None = -2,
         key_value_copies: int | None = None,
         mesh: Mesh | None = None,
-        **options: Unpack[LinearOptions],
+        lora: Adapters = None,
+        **options: Unpack[LayerOptions],
     ):
         for name, value in (
             ("num_heads", num_heads),
@@ -154,7 +171,7 @@ class AttentionProjection(nnx.Module):
             computed = num_key_value_heads * key_value_copies
             layer_checks.features("num_key_value_heads", computed, axis_name, devices)
 
-        def column(heads: int, copies: int = 1) -> ColumnParallelLinear:
+        def column(name: str, heads: int, copies: int = 1) -> ColumnParallelLinear:
             return ColumnParallelLinear(
                 features,
                 (heads, head_dim),
@@ -162,12 +179,13 @@ class AttentionProjection(nnx.Module):
                 gather_dimension=gather_dimension,
                 copies=copies,
                 mesh=mesh,
+                lora=_of(lora, name),
                 **options,
             )
 
-        self.query = column(num_heads)
-        self.key = column(num_key_value_heads, key_value_copies)
-        self.value = column(num_key_value_heads, key_value_copies)
+        self.query = column("query", num_heads)
+        self.key = column("key", num_key_value_heads, key_value_copies)
+        self.value = column("value", num_key_value_heads, key_value_copies)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[..., S, features] -> query, key and value; for their shapes see the class."""

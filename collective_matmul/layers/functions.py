@@ -8,6 +8,8 @@ row-parallel ones.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -15,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.layers import layer_checks
+from collective_matmul.layers.lora import Adapter
 from collective_matmul.layers.sequence_form import (
     gathered_dimension,
     scattered_dimension,
@@ -35,6 +39,11 @@ from collective_matmul.ops.matmul.api import (
     matmul_reduce_scatter,
 )
 from collective_matmul.ops.matmul.checks import RecipeName
+from collective_matmul.ops.matmul.frozen import local_matmul_frozen
+from collective_matmul.ops.matmul.frozen_api import (
+    all_gather_matmul_frozen,
+    matmul_reduce_scatter_frozen,
+)
 from collective_matmul.ops.matmul.gradients import gather_weight
 
 #: The sizes of a kernel's contracted dimensions [*K], and of its other dimensions [*N].
@@ -52,6 +61,8 @@ def column_parallel(
     gather_dimension: int | None,
     implementation: tuple[str, ...] | None,
     fp8: RecipeName | None = None,
+    frozen: bool = False,
+    adapters: Sequence[Adapter | None] = (),
 ) -> tuple[jax.Array, ...]:
     """``x @ kernel + bias`` for every kernel; x is gathered once.
 
@@ -68,6 +79,9 @@ def column_parallel(
       implementation: which backends execute the matmuls; None chooses for each shape.
       fp8: None, or the recipe by which operands are quantized, or the name of a registered format,
         as the ops take it.
+      frozen: whether kernels have no gradient; always with adapters.
+      adapters: none, or for each kernel None or its adapter: A [prod(K), r], B [r, *N], of which N
+        is sharded like the kernel's.
 
     Returns:
       For each kernel global [..., S, *N], sharded over the axis in the first feature dimension, or
@@ -76,8 +90,7 @@ def column_parallel(
     Raises:
       ValueError: for shapes that do not fit each other or the axis.
     """
-    axis_name = context.axis_name
-    shards = context.weight_shards(weight_sharding)
+    axis_name, shards = context.axis_name, context.weight_shards(weight_sharding)
     for kernel, (inputs, outputs) in zip(kernels, kernel_shapes, strict=True):
         layer_checks.features("out_features", outputs, axis_name, context.devices)
         layer_checks.kernel(kernel, (inputs, outputs), len(inputs), context, shards)
@@ -87,32 +100,51 @@ def column_parallel(
     gather = layer_checks.leading_dimension("gather_dimension", gather_dimension, count)
     leading = context.leading_axes(x, count)
     gather = gathered_dimension(context, x, gather, leading)
+    adapters = tuple(adapters) or (None,) * len(kernels)
 
-    def on_shards(x, kernels, biases):
+    def on_shards(x, kernels, biases, adapters):
         x = x.reshape(*x.shape[:count], -1)
         kernels = tuple(kernel.reshape(-1, *kernel.shape[contracted:]) for kernel in kernels)
         kernels, keywords = _kernels_of_op(kernels, x, shards)
+        columns = [() if a is None else (a.columns(x, axis_name),) for a in adapters]
+        options: dict[str, Any] = {"implementation": implementation, "fp8": fp8}
         if gather is None:
-            kernels = tuple(map(array_of, kernels))
-            if shards is not None:
-                kernels = tuple(
-                    cast(jax.Array, gather_weight(kernel, shards, x.dtype)) for kernel in kernels
-                )
-            ys = tuple(jnp.tensordot(x, kernel, 1) for kernel in kernels)
+            ys = _local_products(x, kernels, shards, frozen=frozen)
+        elif frozen:
+            options |= {"gather_dimension": gather, "shards": shards}
+            ys, columns = _gathered_beside(x, columns, kernels, axis_name, **options)
         else:
-            keywords |= {"gather_dimension": gather, "implementation": implementation, "fp8": fp8}
+            keywords |= {"gather_dimension": gather, **options}
             ys = all_gather_matmul(x, kernels, axis_name, **keywords)
+        ys = map(_in_features, ys, itertools.repeat(count), kernel_shapes)
+        ys = map(_add_adapter, ys, columns, adapters)
         return tuple(map(_add_bias, ys, biases))
 
-    whole = [None] * contracted
     columns = [(axis_name, *[None] * (len(outputs) - 1)) for _, outputs in kernel_shapes]
-    in_specs = (
-        partition_spec(sharded(leading, gather, axis_name), *whole),
-        tuple(P(*whole, *names) for names in columns),
-        tuple(b if b is None else P(*names) for b, names in zip(biases, columns, strict=True)),
-    )
+    x_spec = partition_spec(sharded(leading, gather, axis_name), *[None] * contracted)
+    in_specs = x_spec, *_column_specs(contracted, columns, biases, adapters)
     out_specs = tuple(partition_spec(leading, *names) for names in columns)
-    return context.map_shards(on_shards, (x, tuple(kernels), tuple(biases)), in_specs, out_specs)
+    operands = x, tuple(kernels), tuple(biases), adapters
+    return context.map_shards(on_shards, operands, in_specs, out_specs)
+
+
+def _column_specs(count: int, columns: Any, biases: Any, adapters: Any) -> tuple[Any, Any, Any]:
+    """The specs of kernels, biases and adapters: `count` input features, and axes of `columns`."""
+    return (
+        tuple(P(*[None] * count, *names) for names in columns),
+        tuple(b if b is None else P(*names) for b, names in zip(biases, columns, strict=True)),
+        tuple(a and a.specs((), (None, *n)) for a, n in zip(adapters, columns, strict=True)),
+    )
+
+
+def _gathered_beside(
+    x: jax.Array, columns: Sequence[tuple[jax.Array, ...]], *arguments: Any, **options: Any
+) -> tuple[tuple[jax.Array, ...], list[tuple[jax.Array, ...]]]:
+    """`all_gather_matmul_frozen` of the columns of all kernels, those of each kernel together."""
+    flat = tuple(itertools.chain(*columns))
+    ys, gathered = all_gather_matmul_frozen(x, flat, *arguments, **options)
+    arrived = iter(gathered)
+    return ys, [tuple(next(arrived) for _ in each) for each in columns]
 
 
 def row_parallel(
@@ -126,6 +158,8 @@ def row_parallel(
     scatter_dimension: int | None,
     implementation: tuple[str, ...] | None,
     fp8: RecipeName | None = None,
+    frozen: bool = False,
+    adapter: Adapter | None = None,
 ) -> jax.Array:
     """``x @ kernel + bias``, contracted over all feature dimensions and summed over the axis.
 
@@ -141,6 +175,8 @@ def row_parallel(
       implementation: which backends execute the matmuls; None chooses for each shape.
       fp8: None, or the recipe by which operands are quantized, or the name of a registered format,
         as the ops take it.
+      frozen: whether the kernel has no gradient; always with an adapter.
+      adapter: None, or A [prod(K), r], of which K is sharded like the kernel's, and B [r, *N].
 
     Returns:
       Global [..., S, *N], sharded over the axis along `scatter_dimension`, or this device's shard
@@ -150,8 +186,7 @@ def row_parallel(
     Raises:
       ValueError: for shapes that do not fit each other or the axis.
     """
-    axis_name = context.axis_name
-    inputs, outputs = kernel_shape
+    axis_name, (inputs, outputs) = context.axis_name, kernel_shape
     layer_checks.features("in_features", inputs, axis_name, context.devices)
     shards = context.weight_shards(weight_sharding)
     layer_checks.kernel(kernel, kernel_shape, 0, context, shards)
@@ -161,25 +196,63 @@ def row_parallel(
     leading = context.leading_axes(x, count)
     scatter = scattered_dimension(context, x, requested, leading)
 
-    def on_shards(x, kernel, bias):
+    def on_shards(x, kernel, bias, adapter):
         x = x.reshape(*x.shape[:count], -1)
         kernel = kernel.reshape(-1, *kernel.shape[len(inputs) :])
         (kernel,), keywords = _kernels_of_op([kernel], x, shards)
         keywords["fp8"] = fp8
-        if scatter is None:
-            names = implementation if requested is None else with_reference(implementation)
+        undivided = scatter is None and requested is not None
+        names = with_reference(implementation) if undivided else implementation
+        if frozen:
+            options = {"scatter_dimension": scatter, "shards": shards, "implementation": names}
+            columns = () if adapter is None else (adapter.columns(x, axis_name),)
+            frozen_op = functools.partial(matmul_reduce_scatter_frozen, fp8=fp8, **options)
+            y, columns = frozen_op(x, columns, kernel, axis_name)
+            y = _add_adapter(y.reshape(*y.shape[:count], *outputs), columns, adapter)
+        elif scatter is None:
             y = matmul_all_reduce(x, kernel, axis_name, implementation=names, **keywords)
         else:
             keywords |= {"scatter_dimension": scatter, "implementation": implementation}
             y = matmul_reduce_scatter(x, kernel, axis_name, **keywords)
         return _add_bias(y, bias)
 
-    rows = (axis_name, *[None] * (len(inputs) - 1))
-    whole = [None] * len(outputs)
+    rows, whole = (axis_name, *[None] * (len(inputs) - 1)), [None] * len(outputs)
     bias_spec = bias if bias is None else P(*whole)
-    in_specs = (partition_spec(leading, *rows), P(*rows, *whole), bias_spec)
+    adapter_spec = adapter and adapter.specs((axis_name, None), (None, *whole))
+    in_specs = (partition_spec(leading, *rows), P(*rows, *whole), bias_spec, adapter_spec)
     out_specs = partition_spec(sharded(leading, scatter, axis_name), *whole)
-    return context.map_shards(on_shards, (x, kernel, bias), in_specs, out_specs)
+    return context.map_shards(on_shards, (x, kernel, bias, adapter), in_specs, out_specs)
+
+
+def _local_products(
+    x: jax.Array,
+    kernels: Sequence[jax.Array | Quantized],
+    shards: WeightShards | None,
+    *,
+    frozen: bool,
+) -> tuple[jax.Array, ...]:
+    """``x @ kernel`` for each kernel, where x is not gathered."""
+    arrays = tuple(map(array_of, kernels))
+    if shards is not None:
+        arrays = tuple(cast(jax.Array, gather_weight(kernel, shards, x.dtype)) for kernel in arrays)
+    if not frozen:
+        return tuple(jnp.tensordot(x, kernel, 1) for kernel in arrays)
+    return tuple(local_matmul_frozen(x, w.reshape(w.shape[0], -1)) for w in arrays)
+
+
+def _in_features(y: jax.Array, count: int, shape: KernelShape) -> jax.Array:
+    """[..., N] -> [..., N_0/D, N_1...]. A frozen `Quantized` is a matrix, and so is its product."""
+    return y.reshape(*y.shape[:count], -1, *shape[1][1:])
+
+
+def _add_adapter(
+    y: jax.Array, columns: tuple[jax.Array, ...], adapter: Adapter | None
+) -> jax.Array:
+    """[..., *N] + [..., r] @ [r, *N]."""
+    if adapter is None:
+        return y
+    b = vary_over(adapter.b, varying_axes(y))
+    return y + jnp.tensordot(columns[0], b.astype(y.dtype), 1)
 
 
 def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:

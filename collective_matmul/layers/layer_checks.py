@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,6 +126,10 @@ def kernel(
         axes = f"axes {context.axis_name!r} and {weight_shards.axis_name!r}"
     if value.shape == tuple(expected):
         return
+    if isinstance(value, Quantized) and value.array is None:  # It is a matrix.
+        count = len(features[0])
+        if value.shape == (math.prod(expected[:count]), math.prod(expected[count:])):
+            return
     if context.parameter_shards == 1 and weight_shards is None:
         advice = f"the global shape {shape}"
     else:

@@ -8,6 +8,7 @@ itself.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from jax.typing import DTypeLike
 
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.functions import KernelShape, column_parallel, row_parallel
+from collective_matmul.layers.lora import Adapter, Lora
 from collective_matmul.layers.sharding_context import (
     LocalShards,
     ShardingContext,
@@ -30,12 +32,13 @@ from collective_matmul.layers.sharding_context import (
     current_context,
     known_axis_size,
 )
-from collective_matmul.operands.quantized import Quantized, array_of
+from collective_matmul.operands.quantized import Quantized, typed
 from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import Implementation, RecipeName
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 _BIAS_INIT = nnx.initializers.zeros_init()
+_LORA_INIT = nnx.initializers.he_uniform()
 
 #: What layers that share a gather have in common.
 _ALIKE = (
@@ -46,10 +49,11 @@ _ALIKE = (
     "weight_sharding",
     "dtype",
     "mesh",
+    "frozen",
 )
 
 
-class LinearOptions(TypedDict, total=False):
+class LayerOptions(TypedDict, total=False):
     """Options that modules built from linear layers pass on: see `ColumnParallelLinear`."""
 
     use_bias: bool
@@ -61,7 +65,14 @@ class LinearOptions(TypedDict, total=False):
     param_dtype: DTypeLike
     kernel_init: nnx.Initializer
     bias_init: nnx.Initializer
+    frozen: bool
     rngs: Required[nnx.Rngs]
+
+
+class LinearOptions(LayerOptions, total=False):
+    """Options of one linear layer."""
+
+    lora: Lora | None
 
 
 class _ParallelLinear(nnx.Module):
@@ -77,6 +88,9 @@ class _ParallelLinear(nnx.Module):
     """
 
     bias: nnx.Param[jax.Array] | None
+    #: Modules that were made without these have neither.
+    frozen: bool = False
+    lora: Lora | None = None
 
     def __init__(
         self,
@@ -95,17 +109,19 @@ class _ParallelLinear(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = _KERNEL_INIT,
         bias_init: nnx.Initializer = _BIAS_INIT,
+        frozen: bool = False,
+        lora: Lora | None = None,
         rngs: nnx.Rngs,
     ):
         inputs = layer_checks.sizes("in_features", in_features)
         outputs = layer_checks.sizes("out_features", out_features)
         self.in_features = in_features if isinstance(in_features, int) else inputs
         self.out_features = out_features if isinstance(out_features, int) else outputs
-        self.axis_name, self.mesh = axis_name, mesh
+        self.axis_name, self.mesh, self.weight_axis_name = axis_name, mesh, weight_axis_name
         self.implementation = checks.implementation(implementation)
         self.fp8: RecipeName | None = checks.fp8(fp8)
-        self.dtype, self.param_dtype, self.use_bias = dtype, param_dtype, use_bias
-        self.weight_axis_name = weight_axis_name
+        self.dtype, self.param_dtype = dtype, param_dtype
+        self.use_bias, self.frozen = use_bias, frozen
         self.weight_dimension: Literal[0, 1] = weight_dimension
         names: list[tuple[str, ...]] = [()] * (len(inputs) + len(outputs))
         if sharded_features is not None:
@@ -120,13 +136,44 @@ class _ParallelLinear(nnx.Module):
             checks.weight_sharding(weight_axis_name, weight_dimension, axis_name, dimensions)
             names[len(inputs) if weight_dimension else 0] += (weight_axis_name,)
         flat = math.prod(inputs), math.prod(outputs)
-        kernel = kernel_init(rngs.params(), flat, param_dtype)
-        self.kernel = _param(kernel.reshape(*inputs, *outputs), names)
+        kernel = kernel_init(rngs.params(), flat, param_dtype).reshape(*inputs, *outputs)
+        self.kernel, self.bias = _param(kernel, names), nnx.data(None)
         if use_bias:
             bias = bias_init(rngs.params(), flat[1:], param_dtype)
             self.bias = _param(bias.reshape(outputs), bias_names)
-        else:
-            self.bias = nnx.data(None)
+        self._add_adapter(lora, flat, (names[0], names[len(inputs)]), rngs)
+
+    def _add_adapter(
+        self,
+        lora: Lora | None,
+        sizes: tuple[int, int],
+        names: Sequence[tuple[str, ...]],
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Adds A and B, which are sharded as the kernel is over `axis_name`."""
+        if lora is None:
+            return
+        self.lora, self.frozen = lora, True
+        over_axis = [tuple(axis for axis in axes if axis == self.axis_name) for axes in names]
+        shapes = (sizes[0], lora.rank), (lora.rank, sizes[1])
+        a = _LORA_INIT(rngs.params(), shapes[0], self.param_dtype)
+        b = jnp.zeros(shapes[1], self.param_dtype)
+        self.lora_a = _param(a, (over_axis[0], ()), nnx.LoRAParam)
+        self.lora_b = _param(b, ((), over_axis[1]), nnx.LoRAParam)
+        if lora.dropout:
+            self.lora_dropout = nnx.Dropout(lora.dropout, rngs=rngs)
+
+    def _adapter(self) -> Adapter | None:
+        """The adapter of a call, with B as [r, *out_features]; None without one."""
+        if self.lora is None:
+            return None
+        key = None
+        if self.lora.dropout and not self.lora_dropout.deterministic:
+            rngs: Any = self.lora_dropout.rngs
+            key = rngs()
+        a, b = self.lora_a[...], self.lora_b[...]
+        columns = b.shape[1] // math.prod(self.kernel_shape[1][1:])
+        return Adapter(a, b.reshape(-1, columns, *self.kernel_shape[1][1:]), key, self.lora)
 
     @property
     def kernel_shape(self) -> KernelShape:
@@ -184,6 +231,11 @@ class ColumnParallelLinear(_ParallelLinear):
         kernel_init: initializer, called with the shape [product of in_features, product of
         out_features].
         bias_init: initializer, called with the shape [product of out_features].
+        frozen (default False): whether the kernel has no gradient: none is computed, and nothing is
+        gathered or kept for one.
+        lora: a `Lora`, whose parameters are ``lora_a`` [product of in_features, rank] and
+        ``lora_b`` [rank, product of out_features], both `nnx.LoRAParam`; or None. The kernel is
+        frozen then. What the adapter makes of x travels in the collective of the layer.
         rngs (required): random keys for the initial parameters.
 
     Raises:
@@ -298,7 +350,7 @@ class RowParallelLinear(_ParallelLinear):
         """
         # Not by [...], which is for arrays: it may be a Quantized.
         kernel, bias = self.kernel.get_value(), None if self.bias is None else self.bias[...]
-        dtype = canonicalize_dtype(x, array_of(kernel), bias, dtype=self.dtype)
+        dtype = canonicalize_dtype(x, typed(kernel), bias, dtype=self.dtype)
         context = current_context(self.axis_name, self.mesh, (x, kernel))
         y = row_parallel(
             context,
@@ -310,6 +362,8 @@ class RowParallelLinear(_ParallelLinear):
             scatter_dimension=self.scatter_dimension,
             implementation=self.implementation,
             fp8=self.fp8,
+            frozen=self.frozen,
+            adapter=self._adapter(),
         )
         return context.reshard(y, out_sharding)
 
@@ -340,7 +394,8 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
     Args:
       x: global [..., S, *in_features] or local [..., s, *in_features].
       layers: at least one layer. All have the same in_features, axis_name, gather_dimension,
-        implementation, fp8, weight_axis_name, weight_dimension, dtype and mesh.
+        implementation, fp8, weight_axis_name, weight_dimension, dtype, mesh and frozen, which
+        layers with an adapter are.
 
     Returns:
       The results of the layers, in their order.
@@ -360,10 +415,15 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
             )
     kernels: list[Any] = [layer.kernel.get_value() for layer in layers]
     biases: list[Any] = [None if layer.bias is None else layer.bias[...] for layer in layers]
-    dtype = canonicalize_dtype(x, *map(array_of, kernels), *biases, dtype=first.dtype)
+    dtype = canonicalize_dtype(x, *map(typed, kernels), *biases, dtype=first.dtype)
     context = current_context(first.axis_name, first.mesh, (x, kernels))
     contracted = len(first.kernel_shape[0])
+    adapters = [layer._adapter() for layer in layers]
     for place, layer in enumerate(layers):
+        adapter = adapters[place]
+        if adapter is not None:
+            b = layer._computed(adapter.b, 1, context)
+            adapters[place] = dataclasses.replace(adapter, b=b)
         kernels[place] = layer._computed(kernels[place], contracted, context)
         biases[place] = layer._computed(biases[place], 0, context)
     return column_parallel(
@@ -376,10 +436,14 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
         gather_dimension=first.gather_dimension,
         implementation=first.implementation,
         fp8=first.fp8,
+        frozen=first.frozen,
+        adapters=adapters,
     )
 
 
-def _param(value: jax.Array, names: Sequence[tuple[str, ...]]) -> nnx.Param[jax.Array]:
+def _param(
+    value: jax.Array, names: Sequence[tuple[str, ...]], kind: type[nnx.Param] = nnx.Param
+) -> nnx.Param[jax.Array]:
     """A parameter with a partition spec. It is not placed yet, as there may be no mesh."""
     sharding = tuple((axes[0] if len(axes) == 1 else axes) if axes else None for axes in names)
-    return nnx.Param(value, out_sharding=sharding, eager_sharding=False)
+    return kind(value, out_sharding=sharding, eager_sharding=False)

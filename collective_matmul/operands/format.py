@@ -130,6 +130,17 @@ class Format(Protocol):
         """
         ...
 
+    def transposed(self, matrix: Any) -> tuple[Any, jax.Array | None]:
+        """The transpose of a matrix, of the same values, and what its rows are multiplied by.
+
+        For frozen weights, which have one copy of their values. The default converts it anew.
+
+        Returns:
+          The matrix [N, K]; and a factor of each of the N numbers of a row, or None.
+        """
+        w = matrix.dequantized().astype(matrix.product_dtype)
+        return self.matrices([w], transposed=True)[0], None
+
     def weight_gradients(
         self, xs: Sequence[Any], dys: Sequence[Any], dtype: Any, *, shards: int, dimension: int
     ) -> Sequence[jax.Array]:

@@ -138,6 +138,11 @@ class Quantized:
         )
 
 
+def typed(w: Any) -> jax.Array:
+    """An array of a weight's dtype, for the promotion of dtypes."""
+    return jnp.zeros((), w.dtype) if isinstance(w, Quantized) and w.array is None else array_of(w)
+
+
 def array_of(w: Any) -> jax.Array:
     """A weight as an array; of a frozen one, what its matrix stands for."""
     if not isinstance(w, Quantized):

@@ -51,6 +51,9 @@ class Restored(NamedTuple):
 class SavedCheckpoint:
     """The checkpoint of one step, for reading."""
 
+    #: `restore_params` reads all parameters.
+    reads_parts = False
+
     def __init__(self, path: Path) -> None:
         """Opens nothing yet.
 

@@ -62,6 +62,10 @@ class Blockwise(Recipe):
         pairs = zip(blocks, ws, strict=True)
         return tuple(ScaledMatrix(values, scales, w.dtype) for (values, scales), w in pairs)
 
+    def transposed(self, matrix: ScaledMatrix) -> tuple[ScaledMatrix, None]:
+        """The transpose, bit for bit: blocks are square."""
+        return ScaledMatrix(matrix.values.T, matrix.scales.T, matrix.product_dtype), None
+
     def multiplied_dtypes(
         self, shapes: Shapes, rows: int, dtype: Any, *, backward: bool
     ) -> tuple[str, str]:

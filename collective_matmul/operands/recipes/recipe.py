@@ -136,6 +136,12 @@ class Recipe(Format):
             for each, scales, w in zip(values, columns, ws, strict=True)
         )
 
+    def transposed(self, matrix: ScaledMatrix) -> tuple[ScaledMatrix, jax.Array | None]:
+        """The transpose. Scales of columns become factors of rows, and its own are 1."""
+        ones = jnp.ones_like(matrix.scales, shape=(matrix.shape[0],))
+        values = matrix.values.T
+        return ScaledMatrix(values, ones, matrix.product_dtype), matrix.scales
+
     def row_bytes(self, columns: int, itemsize: int) -> int:
         """One byte for each number, and the bytes of scales."""
         del itemsize

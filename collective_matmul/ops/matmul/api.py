@@ -147,7 +147,7 @@ def all_gather_matmul(
     else:
         rows = x.shape[dimension] * devices
         ys = [_product_of_nothing(x, matrix, {dimension: rows}) for matrix in matrices]
-    ys = tuple(named(_split_columns(y, weight, shards)) for y, weight in zip(ys, ws, strict=True))
+    ys = tuple(named(split_columns(y, weight, shards)) for y, weight in zip(ys, ws, strict=True))
     return ys if isinstance(w, Sequence) else ys[0]
 
 
@@ -207,7 +207,7 @@ def matmul_reduce_scatter(
         y = matmul_scatter((x,), (matrix,), call_here(axis_name, dimension, requested))
     else:
         y = _product_of_nothing(x, matrix, {dimension: x.shape[dimension] // devices})
-    return named(_split_columns(y / devices if mean else y, w, shards))
+    return named(split_columns(y / devices if mean else y, w, shards))
 
 
 def matmul_all_reduce(
@@ -260,7 +260,7 @@ def matmul_all_reduce(
         y = gradients.matmul_all_reduce((x,), (matrix,), call_here(axis_name, None, requested))
     else:
         y = _product_of_nothing(x, matrix, {}, summed_over=axis_name)
-    return named(_split_columns(y, w, shards))
+    return named(split_columns(y, w, shards))
 
 
 def _varying(axis_name: str, shards: WeightShards | None, *operands: Any) -> Any:
@@ -285,7 +285,7 @@ def _product_of_nothing(
     return vary_over(zeros, varying_axes(x) - {summed_over})
 
 
-def _split_columns(y: jax.Array, w: Any, shards: WeightShards | None) -> jax.Array:
+def split_columns(y: jax.Array, w: Any, shards: WeightShards | None) -> jax.Array:
     """[..., N] -> [..., *N], with w [K, *N], or a shard of it."""
     return y.reshape(*y.shape[:-1], *_features(w, shards))
 

@@ -47,11 +47,14 @@ class MatmulBackend(Backend, Protocol):
       gathers_weights: whether it also executes ops that gather their weights over a second axis.
       copies_between_peers: whether what it sends are copies between peers, for which no
         multiprocessor works.
+      sends_columns_beside: whether it executes requests with `columns_beside`: rows and results
+        that are pytrees.
     """
 
     executes_einsums: bool = False
     gathers_weights: bool = False
     copies_between_peers: bool = False
+    sends_columns_beside: bool = False
 
     def execute(
         self,
@@ -185,6 +188,9 @@ class MatmulBackend(Backend, Protocol):
         if request.weight_shards is not None and not self.gathers_weights:
             axis_name = request.weight_shards.axis_name
             return f"w is sharded over axis {axis_name!r}, and {self.name} multiplies whole weights"
+        if request.columns_beside and not self.sends_columns_beside:
+            count = request.columns_beside
+            return f"{count} columns of adapters travel with x, and {self.name} sends x alone"
         if request.einsum is not None and not self.executes_einsums:
             equation = request.einsum.equation
             return f"{equation!r} is not a matmul, and {self.name} executes nothing else"

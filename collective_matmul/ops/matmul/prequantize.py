@@ -89,6 +89,26 @@ def prequantize(w, fp8, *, weight_axis_name=None, weight_dimension=0):
     return quantized if isinstance(w, Sequence) else quantized[0]
 
 
+def quantize_frozen(w: jax.Array, fp8: str, dtype: Any = None) -> Quantized:
+    """Quantizes a weight that is not trained; layers and ops take the result in place of it.
+
+    There is one copy of its values, in 8 bits, which a backward transposes where it needs them.
+
+    Args:
+      w: [K, N]; also a global array, whose scales then are those of the whole.
+      fp8: the name of the format, as the ops take it.
+      dtype: the dtype of products, that of x; None: that of w.
+
+    Returns:
+      A `Quantized` without array and without a matrix for the backward.
+    """
+    stored = FORMATS[fp8]
+    (forward,) = stored.matrices([lax.stop_gradient(w)])
+    if dtype is not None:
+        forward = dataclasses.replace(forward, product_dtype=jax.numpy.dtype(dtype))
+    return Quantized(None, forward, None, stored)
+
+
 def checked_weights(
     ws: Sequence[Any], fp8: str | None, shards: WeightShards | None, x: Any
 ) -> tuple[Any, ...]:

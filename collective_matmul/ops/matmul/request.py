@@ -87,6 +87,7 @@ class Site(HasFormat, Request):
       gathered_shards: how weights are sharded that are gathered before the op's own loop; or None.
       equation: the einsum that the op executes; None for matmuls.
       transport: who moves its bytes.
+      columns_beside: number of further columns that travel in the same collective.
     """
 
     op: Op
@@ -110,6 +111,7 @@ class Site(HasFormat, Request):
     gathered_shards: WeightShards | None = field(default=None, compare=False)
     equation: Equation | None = field(default=None, compare=False)
     transport: Transport = field(default="peer_copies", compare=False, repr=False)
+    columns_beside: int = field(default=0, compare=False, repr=False)
 
     @property
     def backends(self) -> Registry:

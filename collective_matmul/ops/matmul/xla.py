@@ -51,8 +51,11 @@ class SequentialBackend(MatmulBackend, Protocol):
     ) -> tuple[jax.Array, Gathered]:
         """Multiplies, then reduce-scatters; see `MatmulBackend`."""
         pairs = zip(xs, tuple(map(whole, ws)), strict=True)
-        partial = add(*(matmul(x, w, request.transpose_w) for x, w in pairs))
-        y = self.reduce_scatter(partial, request.axis_name, request.shard_dimension)
+        terms = [matmul(x, w, request.transpose_w) for x, w in pairs]
+        axis_name, dimension = request.axis_name, request.shard_dimension
+        y = jax.tree.map(
+            lambda *term: self.reduce_scatter(add(*term), axis_name, dimension), *terms
+        )
         return y, None if co_gathered is None else self._gathered(request, co_gathered)
 
     def matmul_all_reduce(self, request: Site, xs: Sequence[Any], ws: Sequence[Any]) -> jax.Array:
@@ -73,6 +76,7 @@ class Xla(SequentialBackend):
     name = "xla"
     executes_einsums = True
     gathers_weights = True
+    sends_columns_beside = True
 
     def all_gather(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
         """[..., m, ...] -> [..., D*m, ...]."""

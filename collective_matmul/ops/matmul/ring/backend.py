@@ -34,6 +34,7 @@ class RingBackend(MatmulBackend):
     executes_einsums = True
     gathers_weights = True
     copies_between_peers = True
+    sends_columns_beside = True
 
     def __init__(self, name: str, pattern: Pattern):
         self.name = name

@@ -1,0 +1,142 @@
+"""Runs that train adapters beside frozen weights."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from models.checkpoint.saved_checkpoint import find_checkpoint
+from train.command_line import main, parse
+from train.config import MeshSizes
+from train.memory import abstract_batch
+from train.mesh import make_abstract_mesh
+from train.state import ModelFunctions, make_optimizer, state_on_mesh
+from train.step import sharded_step
+
+MODEL = shlex.split(
+    "--model.num-layers 2 --model.features 32 --model.hidden-features 48 --sequence-length 16"
+    " --batch-size 4 --compute-dtype float32 --log-interval 1 --optimizer.warmup-steps 1"
+    " --optimizer.learning-rate 0.02 --mesh.tensor 2 --mesh.data 2 --steps 4 --overlap xla"
+)
+LORA = shlex.split("--lora.rank 8 --lora.train layers.*norm.scale")
+
+
+def losses(output: str) -> list[str]:
+    return re.findall(r"^ +\d+ +(\d+\.\d{4}) ", output, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("adapters")
+    main([*MODEL, *LORA, "--checkpoint-dir", str(directory), "--save-interval", "2"])
+    return directory
+
+
+def test_adapters_learn_and_a_resume_is_exact(
+    trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    again = tmp_path / "again"
+    main([*MODEL, *LORA, "--checkpoint-dir", str(again), "--save-interval", "2"])
+    whole = losses(capsys.readouterr().out)
+    assert float(whole[-1]) < float(whole[0])
+    arguments = [*MODEL, *LORA, "--checkpoint-dir", str(again), "--resume-step", "2"]
+    main(arguments)
+    assert losses(capsys.readouterr().out) == whole[2:]
+    one, other = (arrays(folder / "step_4") for folder in (trained, again))
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    config = parse([*MODEL, *LORA])
+    abstract = ModelFunctions(config, MeshSizes(tensor=1)).abstract_params
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    requested = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
+        for name, leaf in abstract.items()
+    }
+    return jax.tree.map(np.asarray, find_checkpoint(path).restore_params(requested))
+
+
+def test_a_checkpoint_has_what_is_trained_alone(trained: Path):
+    saved = arrays(trained / "step_4")
+    ends = {name.rsplit(".", 1)[1] for name in saved}
+    assert ends == {"lora_a", "lora_b", "scale"}
+    assert all(np.any(a) for name, a in saved.items() if name.endswith("lora_b"))
+
+
+def test_other_weights_are_refused_by_a_resume(trained: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = [*MODEL, *LORA, "--checkpoint-dir", str(trained), "--resume", "--steps", "5"]
+    base = trained.parent / "base"
+    main([*MODEL, "--steps", "1", "--checkpoint-dir", str(base)])
+    with pytest.raises(SystemExit):
+        main([*arguments, "--init-from", str(base)])
+    error = " ".join(capsys.readouterr().err.split())
+    assert "other weights than those that the checkpoint's adapters were trained beside" in error
+
+
+@pytest.mark.parametrize("scan", ["0", "1"])
+def test_no_array_has_the_shape_of_a_kernel_gradient(scan: str):
+    config = parse([*MODEL, "--lora.rank", "5", "--scan-layers", scan, "--overlap", "ring"])
+    sizes = MeshSizes(2, 1, 2)
+    model, mesh = ModelFunctions(config, sizes), make_abstract_mesh(sizes, None)
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
+    state = state_on_mesh(model, optimizer, mesh)
+    step = sharded_step(config, model, optimizer, mesh)
+    jaxpr = jax.make_jaxpr(step)(state, abstract_batch(config, config.batch_size)).jaxpr
+    local = {(32, 24), (24, 32), (32, 64), (64, 32)}  # Kernels of features 32, tensor 2.
+    made = [e.outvars[0].aval.shape for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+    assert made and not local & set(made)
+    moments = jax.tree.leaves(state["opt_state"])
+    assert len(moments) < 3 * len(model.abstract_params) + 3
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--lora.rank 4 --freeze embedding", "freeze='embedding': not with lora.rank=4"),
+        ("--lora.rank 4 --zero 3 --mesh.fsdp 2 --mesh.data 1", "zero=3: not with lora.rank=4"),
+        ("--lora.rank 4 --lora.targets q_projection", "lora.targets='q_projection'"),
+        ("--lora.rank 4 --lora.train nothing.*", "lora.train='nothing.*': matches no parameter"),
+        ("--freeze *", "freeze='*': matches all parameters"),
+        ("--lora.rank 4 --lora.train layers.feed_forward.up.kernel", "train all of its kernels"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(
+    flags: str, reason: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main([*MODEL, *flags.split()])
+    assert reason in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.exhaustive
+def test_adapters_learn_beside_kernels_in_8_bits(tmp_path: Path, capsys):
+    base = ["--lora.base-format", "rowwise", "--scan-layers", "1", "--remat", "full"]
+    arguments = [*MODEL, *LORA, *base, "--checkpoint-dir", str(tmp_path), "--save-interval", "2"]
+    main(arguments)
+    whole = losses(capsys.readouterr().out)
+    assert float(whole[-1]) < float(whole[0])
+    main([*arguments, "--resume-step", "2"])
+    assert losses(capsys.readouterr().out) == whole[2:]
+
+
+def test_what_is_frozen_by_name_does_not_change(tmp_path: Path, capsys):
+    main([*MODEL, "--freeze", "embedding,layers.attention.*", "--checkpoint-dir", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert "others are frozen" in output
+    numbers = losses(output)
+    assert float(numbers[-1]) < float(numbers[0])
