@@ -35,8 +35,9 @@ from train.config import Config, MeshConfig, MeshSizes, Zero
 from train.config_checks import check
 from train.mesh import make_mesh, mesh_sizes
 from train.metrics import model_flops_per_token, peak_flops
+from train.optimizer import make_optimizer
 from train.presets import PRESETS
-from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
+from train.state import ModelFunctions, init_state, state_on_mesh
 from train.step import sharded_step
 
 CANDIDATES = tuple(

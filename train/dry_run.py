@@ -20,7 +20,8 @@ from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh
 from train.metrics import Device
 from train.muon import describe_muon
-from train.state import ModelFunctions, describe_trained, make_optimizer, state_on_mesh
+from train.optimizer import make_optimizer
+from train.state import ModelFunctions, describe_trained, state_on_mesh
 from train.step import sharded_step
 from train.zero import describe_zero
 

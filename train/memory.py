@@ -19,7 +19,8 @@ from train.context import sequence_unit
 from train.experts import on_tensor_axis
 from train.live_memory import find_peak
 from train.mesh import make_abstract_mesh
-from train.state import FROZEN, ModelFunctions, TrainState, make_optimizer, state_on_mesh
+from train.optimizer import make_optimizer
+from train.state import FROZEN, ModelFunctions, TrainState, state_on_mesh
 from train.step import Batch, sharded_step
 
 #: The number of documents in a sequence that is assumed where they are kept apart.

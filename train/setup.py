@@ -24,8 +24,9 @@ from train.data import TextData, open_dataset
 from train.initial_weights import InitialWeights, find_weights, with_model_of
 from train.log_file import check_log_file
 from train.mesh import make_mesh, mesh_sizes
+from train.optimizer import make_optimizer
 from train.processes import check_mesh, is_first
-from train.state import ModelFunctions, make_optimizer
+from train.state import ModelFunctions
 from train.trackers import check_trackers, new_run_id
 
 

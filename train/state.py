@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -33,12 +33,11 @@ from models.prequantized import prequantized_state
 from models.random_keys import random_key
 from models.stacked_blocks import Keys
 from train import frozen_format
-from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
+from train.config import ONE_DEVICE, Config, MeshSizes
 from train.context import context_implementation
 from train.experts import expert_axes, expert_implementation, gathers_experts, is_expert
 from train.loss_chunks import loss_chunk
 from train.mesh import shard_axes_of
-from train.muon import muon
 from train.parameter_shards import EXPERT_DIMENSION, ZeroUse, sharded_dimension, sharded_spec
 
 Params = dict[str, jax.Array]
@@ -361,59 +360,6 @@ def describe_trained(model: ModelFunctions) -> list[str]:
         return []
     trained, every = model.trained_count, model.parameter_count
     return [f"trains {trained:,} parameters, {trained / every:.2%} of {every:,}; others are frozen"]
-
-
-def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate as a function of the number of steps done: warm-up, then cosine decay.
-
-    `steps` is the length of the run, which is that of the schedule unless the configuration has
-    one.
-    """
-    decay_steps = config.with_schedule_of(steps).decay_steps
-    assert decay_steps is not None
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=decay_steps,
-        end_value=config.learning_rate * config.final_learning_rate_fraction,
-    )
-
-
-def make_optimizer(
-    config: OptimizerConfig, steps: int, specs: Mapping[str, P]
-) -> optax.GradientTransformation:
-    """AdamW or Muon with `make_schedule`, and weight decay on matrices. It does not clip.
-
-    Args:
-      config: the optimizer.
-      steps: the length of the run.
-      specs: how each parameter is sharded, by its name.
-    """
-    schedule = make_schedule(config, steps)
-    if config.kind == "adamw":
-        return _adamw(config, schedule)
-    # As in `optax.contrib.muon`, all momentum is Nesterov's.
-    return muon(config, schedule, specs, _adamw(config, schedule, nesterov=True))
-
-
-def _adamw(
-    config: OptimizerConfig, schedule: optax.Schedule, *, nesterov: bool = False
-) -> optax.GradientTransformation:
-    def decayed(params: Params) -> Any:
-        # Norms of stacked layers have two dimensions, and biases of heads too.
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: not path[-1].key.endswith(("norm.scale", ".bias")), params
-        )
-
-    return optax.adamw(
-        schedule,
-        b1=config.b1,
-        b2=config.b2,
-        weight_decay=config.weight_decay,
-        mask=decayed,
-        nesterov=nesterov,
-    )
 
 
 def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:

@@ -15,7 +15,8 @@ from benchmarks.pytorch.runner import time_pytorch
 from benchmarks.train import TrainCase
 from train.config import ONE_DEVICE
 from train.mesh import make_mesh
-from train.state import ModelFunctions, init_state, make_optimizer
+from train.optimizer import make_optimizer
+from train.state import ModelFunctions, init_state
 from train.step import batch_losses, make_step
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")

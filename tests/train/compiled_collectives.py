@@ -30,7 +30,8 @@ from tests.train.compiled_memory import (
 )
 from train.config import Config, MeshSizes
 from train.memory import abstract_batch
-from train.state import ModelFunctions, make_optimizer, state_on_mesh
+from train.optimizer import make_optimizer
+from train.state import ModelFunctions, state_on_mesh
 from train.step import sharded_step
 
 #: One sequence for each group of devices that share it. All fits without rematerialization.

@@ -29,7 +29,8 @@ from train.batches import BATCH_SPEC
 from train.config import Config, MeshSizes, OptimizerConfig
 from train.memory import Memory, abstract_batch, memory_of
 from train.mesh import AXES
-from train.state import ModelFunctions, make_optimizer, state_on_mesh
+from train.optimizer import make_optimizer
+from train.state import ModelFunctions, state_on_mesh
 from train.step import make_step
 
 #: What XLA has to know of a device to compile for it, in the names of its `GpuTargetConfigProto`.

@@ -25,8 +25,9 @@ from train.data import TextData, open_dataset
 from train.evaluation import Evaluation, Evaluator
 from train.log_file import read_log
 from train.mesh import make_mesh
+from train.optimizer import make_optimizer
 from train.setup import prepare
-from train.state import ModelFunctions, init_state, make_optimizer
+from train.state import ModelFunctions, init_state
 
 RUN = shlex.split(
     "--model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --batch-size 4 --sequence-length 16"

@@ -26,9 +26,10 @@ from train.experts import describe_experts, worst_case_bytes
 from train.memory import memory_of
 from train.mesh import make_abstract_mesh, make_mesh, mesh_sizes
 from train.metrics import model_flops_per_token
+from train.optimizer import make_optimizer
 from train.parameter_shards import replica_axes
 from train.reporter import Reporter
-from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
+from train.state import ModelFunctions, init_state, state_on_mesh
 
 MODEL = dataclasses.replace(
     SHORT.model, num_layers=2, features=32, hidden_features=48, num_heads=4, num_key_value_heads=4,

@@ -25,7 +25,8 @@ from train.config import Config, MeshSizes
 from train.config_checks import check
 from train.memory import memory_of
 from train.mesh import make_abstract_mesh, make_mesh
-from train.state import ModelFunctions, abstract_state, init_state, make_optimizer
+from train.optimizer import make_optimizer
+from train.state import ModelFunctions, abstract_state, init_state
 from train.step import Batch, make_step, sharded_step
 
 _SHORT = presets.debug()

@@ -22,7 +22,8 @@ from train.command_line import main, parse
 from train.config import Config, MeshSizes
 from train.memory import abstract_batch, memory_of
 from train.mesh import make_abstract_mesh
-from train.state import ModelFunctions, abstract_state, make_optimizer
+from train.optimizer import make_optimizer
+from train.state import ModelFunctions, abstract_state
 from train.step import sharded_step
 
 STEPS = 8  # The loss falls by a quarter.

@@ -16,7 +16,8 @@ from train.command_line import main, parse
 from train.config import MeshSizes
 from train.memory import abstract_batch
 from train.mesh import make_abstract_mesh
-from train.state import ModelFunctions, make_optimizer, state_on_mesh
+from train.optimizer import make_optimizer
+from train.state import ModelFunctions, state_on_mesh
 from train.step import sharded_step
 
 MODEL = shlex.split(
@@ -71,6 +72,7 @@ def test_a_checkpoint_has_what_is_trained_alone(trained: Path):
     assert all(np.any(a) for name, a in saved.items() if name.endswith("lora_b"))
 
 
+@pytest.mark.exhaustive
 def test_other_weights_are_refused_by_a_resume(trained: Path, capsys: pytest.CaptureFixture[str]):
     arguments = [*MODEL, *LORA, "--checkpoint-dir", str(trained), "--resume", "--steps", "5"]
     base = trained.parent / "base"

@@ -26,8 +26,9 @@ from train.log_file import read_log
 from train.memory import memory_of
 from train.mesh import make_abstract_mesh, make_mesh
 from train.muon import matrix_dimensions
+from train.optimizer import make_optimizer
 from train.setup import check_same_optimizer
-from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
+from train.state import ModelFunctions, init_state, state_on_mesh
 
 RUN = shlex.split(
     "--model.num-layers 1 --batch-size 4 --sequence-length 16 --log-interval 1 --overlap xla"

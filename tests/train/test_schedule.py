@@ -16,8 +16,8 @@ from train.checkpoint import Checkpoints
 from train.command_line import describe_schedule, main, parse
 from train.config import OptimizerConfig
 from train.log_file import read_log
+from train.optimizer import make_schedule
 from train.setup import prepare
-from train.state import make_schedule
 
 RUN = shlex.split(
     "--model.num-layers 1 --mesh.data 1 --mesh.tensor 2 --batch-size 2 --sequence-length 16"

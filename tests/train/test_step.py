@@ -23,7 +23,8 @@ from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.config_checks import check
 from train.data import open_dataset
 from train.mesh import make_abstract_mesh, make_mesh
-from train.state import ModelFunctions, abstract_state, init_state, make_optimizer
+from train.optimizer import make_optimizer
+from train.state import ModelFunctions, abstract_state, init_state
 from train.step import make_step, sharded_step
 
 SHORT = dataclasses.replace(

@@ -16,8 +16,9 @@ from train.command_line import main, parse
 from train.config import ONE_DEVICE
 from train.log_file import read_log
 from train.mesh import make_mesh
+from train.optimizer import make_optimizer
 from train.setup import prepare
-from train.state import ModelFunctions, make_optimizer, state_on_mesh
+from train.state import ModelFunctions, state_on_mesh
 
 MODEL = shlex.split("--model.num-layers 1 --log-interval 1 --overlap xla")
 FIRST = shlex.split("--mesh.data 2 --mesh.tensor 2 --batch-size 4 --sequence-length 16 --steps 4")

@@ -19,8 +19,9 @@ from train.config import MeshConfig, MeshSizes
 from train.config_checks import check
 from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh, mesh_sizes
+from train.optimizer import make_optimizer
 from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec, sum_over
-from train.state import ModelFunctions, make_optimizer, state_on_mesh
+from train.state import ModelFunctions, state_on_mesh
 from train.step import sharded_step
 from train.zero import describe_zero
 

@@ -17,7 +17,8 @@ from tests.train.test_zero import TINY
 from train.checkpoint import Checkpoints
 from train.config import Config, MeshSizes, OptimizerConfig
 from train.mesh import make_mesh
-from train.state import ModelFunctions, init_state, make_optimizer, state_on_mesh
+from train.optimizer import make_optimizer
+from train.state import ModelFunctions, init_state, state_on_mesh
 
 CONFIG = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, num_layers=3))
 
