@@ -28,6 +28,7 @@ from train.batches import batch_specs
 from train.config import Config
 from train.explicit_step import Batch, explicit_loss_and_grads, with_explicit_axes
 from train.mesh import all_axes, token_axes
+from train.optimizer import make_schedule
 from train.router_losses import RouterLosses, of_all_devices, router_metrics
 from train.state import (
     FROZEN,
@@ -35,7 +36,6 @@ from train.state import (
     Params,
     TrainState,
     Weights,
-    make_schedule,
     state_specs,
 )
 from train.zero import gathered_weights, summed_gradients, variables

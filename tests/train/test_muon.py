@@ -24,13 +24,12 @@ from train import presets
 from train.config import MeshSizes, OptimizerConfig
 from train.mesh import make_abstract_mesh, make_mesh
 from train.muon import matrix_dimensions, to_shards, to_whole
+from train.optimizer import make_optimizer, make_schedule
 from train.state import (
     ModelFunctions,
     Params,
     abstract_state,
     init_state,
-    make_optimizer,
-    make_schedule,
     state_specs,
 )
 from train.step import sharded_step
