@@ -21,7 +21,7 @@ from rich.console import Console
 from collective_matmul import zigzag_order
 from collective_matmul.ops.attention.context.backends import BACKENDS as REGISTERED
 from models.documents import locate_documents, locate_part
-from tests.covering import cover
+from tests.covering import covering
 from tests.models.hugging_face.folders import DATA
 from tests.train.test_step import SHORT, Trainer
 from train.batches import global_arrays, local_rows
@@ -140,11 +140,11 @@ def test_a_run_has_the_curve_of_one_device(case):
 def covering_cases() -> list[Any]:
     """All pairs of a mesh and settings."""
     factors: dict[str, list[Any]] = {
-        "sizes": [(1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 2, 2), (1, 1, 4, 2), (1, 2, 2, 2)],
+        "sizes": [(1, 1, 1, 8), (2, 1, 2, 2), (1, 2, 2, 2)],
         "kind": ["text", "documents", "chats"],
         "model": [(), WINDOW, tuple(EXPERTS.items())],
         "optimizer": ["adamw", "muon"],
-        "zero": [0, 1, 2, 3],
+        "zero": [0, 1, 3],
         "gradient_accumulation_steps": [1, 2],
         "remat": ["none", "dots", "full"],
         "overlap": ["auto", "xla", "ring"],
@@ -156,7 +156,7 @@ def covering_cases() -> list[Any]:
     product = itertools.product(*factors.values())
     cases = [dict(zip(factors, values, strict=True)) for values in product]
     few = [cases[number] for number in rng.choice(len(cases), 2000, replace=False)]
-    return [parameter.values[0] for parameter in cover(few, lambda c: c) if not parameter.marks]
+    return covering(few, lambda case: case)
 
 
 @pytest.mark.exhaustive

@@ -19,6 +19,7 @@ from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
 from collective_matmul.ops.experts.grouped.xla import XlaGrouped
 from tests.conftest import MeshFactory
+from tests.covering import covering
 from tests.operands.test_toy_format import NAME as INTEGERS
 from tests.operands.test_toy_format import Int8Rows
 from tests.ops.experts.reference import Case, reference
@@ -71,37 +72,40 @@ def test_values_and_gradients(case: Case, make_mesh: MeshFactory) -> None:
     check(case, make_mesh, jax.jit, RULES[case.options["fp8"]])
 
 
-def product() -> list[Any]:
-    factors: Any = (
-        tuple(RULES),
-        (1, 2, 3, 5, 8),
-        BACKENDS,
-        GROUPED_BACKENDS,
-        ("float32", "bfloat16", "float16"),
-        (False, True),
-    )
-    sizes = itertools.cycle([(1, 3, 1), (2, 1, 3), (8, 4, 2)])
-    cases = (
-        case_of(
-            fp8,
-            {"expert": devices},
-            name,
-            grouped=grouped,
-            dtype=dtype,
-            choices=choices,
-            local_experts=local,
-            tokens=tokens,
-            options={"recompute_hidden": recompute},
+def pairs() -> list[Any]:
+    """Cases that hold each pair of these settings."""
+    factors: Any = {
+        "fp8": tuple(RULES),
+        "devices": (1, 2, 3, 5, 8),
+        "implementation": tuple(BACKENDS),
+        "grouped": tuple(GROUPED_BACKENDS),
+        "dtype": ("float32", "bfloat16", "float16"),
+        "recompute": (False, True),
+        "sizes": ((1, 3, 1), (2, 1, 3), (8, 4, 2)),  # Choices, local experts, tokens.
+    }
+    every = [
+        dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
+    ]
+    return [
+        parameter(
+            case_of(
+                case["fp8"],
+                {"expert": case["devices"]},
+                case["implementation"],
+                grouped=case["grouped"],
+                dtype=case["dtype"],
+                choices=case["sizes"][0],
+                local_experts=case["sizes"][1],
+                tokens=case["sizes"][2],
+                options={"recompute_hidden": case["recompute"]},
+            )
         )
-        for (fp8, devices, name, grouped, dtype, recompute), (choices, local, tokens) in zip(
-            itertools.product(*factors), sizes, strict=False
-        )
-    )
-    return [parameter(case) for case in cases]
+        for case in covering(every, lambda case: case)
+    ]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", product())
+@pytest.mark.parametrize("case", pairs())
 def test_values_and_gradients_of_all_backends(case: Case, make_mesh: MeshFactory) -> None:
     check(case, make_mesh, jax.jit, RULES[case.options["fp8"]])
 
