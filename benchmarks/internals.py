@@ -10,12 +10,14 @@ measurements mean the same.
 
 from __future__ import annotations
 
+from collective_matmul.agreement import exchange
 from collective_matmul.data import MeasuredData, Record, shipped
 from collective_matmul.dispatch.contract import Configuration
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.dispatch.repetitions import filler
 from collective_matmul.dispatch.table import COMPUTE_ONLY
 from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
+from collective_matmul.mosaic_gpu.device import Sharing
 from collective_matmul.mosaic_gpu.device import target as kernel_target
 from collective_matmul.mosaic_gpu.tiling import (
     MatmulProblem,
@@ -36,4 +38,6 @@ from collective_matmul.ops.matmul.measurement import StackOperands as SiteOperan
 from collective_matmul.ops.matmul.model_requests import LAYERS, Layer
 from collective_matmul.ops.matmul.request import Site
 from collective_matmul.peer_decision import decide_once
+from collective_matmul.schedule.walk import SHARING
 from collective_matmul.tuning.timing import Timing, measure
+from collective_matmul.xla_options import SYMMETRIC_BUFFERS

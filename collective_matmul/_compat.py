@@ -28,6 +28,9 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 # 0.10.2 to 0.12: lowered modules of these primitives are cached by device, not by mesh shape only.
 from jax._src.dispatch import prim_requires_devices_during_lowering
 
+# 0.10.2 to 0.12: no public name of the key-value store of processes.
+from jax._src.distributed import global_state
+
 # 0.10.2 to 0.12: `pl.kernel` calls this without `input_output_aliases`. It can update only mutable
 # refs in place, and these can neither vary over mesh axes nor be used inside `custom_vmap`.
 from jax._src.pallas.mpmd import _mpmd_map
@@ -45,6 +48,11 @@ from jax.interpreters import partial_eval as pe
 
 #: Whether Mosaic's matmuls take operands of both 8-bit dtypes.
 MULTIPLIES_MIXED_FP8 = jax.__version_info__ >= (0, 11)
+
+
+def distributed_state() -> Any:
+    """The state of `jax.distributed`: ``client`` (None for one process), ``process_id``, ..."""
+    return global_state
 
 
 def traced_as(source_info: Any) -> Any:

@@ -12,7 +12,9 @@ from typing import Any, Literal, overload
 import jax
 
 from collective_matmul._compat import ShardingTypeError, calls_run_programs, knowing_devices_of
+from collective_matmul.agreement import check_same, is_alone
 from collective_matmul.deciding_function import WrongVariantError, deciding, deciding_function
+from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.graph_functions import (
     SHARDINGS,
     GraphFunction,
@@ -33,7 +35,14 @@ from collective_matmul.peer_access import (
 )
 from collective_matmul.peer_decision import decide_once, warn_withheld
 from collective_matmul.source_location import warn_deprecated
-from collective_matmul.xla_options import OVERLAP_OPTIONS, PEER_KERNEL_OPTIONS, PERMUTE_MODE
+from collective_matmul.transport import shares_node, symmetric_buffers
+from collective_matmul.xla_options import (
+    NODE_OPTIONS,
+    OVERLAP_OPTIONS,
+    PEER_KERNEL_OPTIONS,
+    PERMUTE_MODE,
+    SYMMETRIC_BUFFERS,
+)
 
 #: The values of the argument `peer_kernels`.
 PeerKernels = bool | Literal["auto"]
@@ -76,7 +85,9 @@ def overlap_jit(
 
     If GPUs cannot address each other's memory, permutes go through NCCL instead, and a warning
     names the GPUs once. In programs of several processes, XLA chooses for each ring: copies between
-    peers within a process, NCCL across processes.
+    peers within a process, NCCL across processes. Where a node has several processes, NCCL gets
+    symmetric buffers, which are allocated beside ``XLA_PYTHON_CLIENT_MEM_FRACTION``. Before a
+    program is compiled there, every process compares its decisions with those of process 0.
 
     Args:
       fun: the function to compile; without it, a decorator with these options is returned.
@@ -103,6 +114,7 @@ def overlap_jit(
       ValueError: with ``peer_kernels=True``, for an option in `compiler_options` that such kernels
         depend on; for other values of `peer_kernels`.
       ValueError: when called inside another function that JAX traces.
+      RuntimeError: when called in several processes, if they decide differently.
     """
     if fun is None:
         options = dict(peer_kernels=peer_kernels, compiler_options=compiler_options, **kwargs)
@@ -184,13 +196,28 @@ class _Variant:
 
     @functools.cached_property
     def jitted(self) -> Any:
-        return self._jit(compiler_options=self._compiler_options())
+        return self._jit(compiler_options=self.compiler_options)
 
     @functools.cached_property
     def graph_jitted(self) -> GraphJitted:
-        return self._graph_jit(compiler_options=self._compiler_options())
+        return self._graph_jit(compiler_options=self.compiler_options)
 
-    def _compiler_options(self) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def tracing(self, arguments: Any) -> Iterator[None]:
+        """A context in which functions of these arguments are traced.
+
+        What is traced knows how it will be compiled.
+        """
+        symmetric = bool(self.compiler_options.get(SYMMETRIC_BUFFERS))
+        with (
+            peer_kernels_allowed(self.allowed),
+            symmetric_buffers(symmetric),
+            self.devices_of(arguments),
+        ):
+            yield
+
+    @functools.cached_property
+    def compiler_options(self) -> dict[str, Any]:
         ours = PEER_KERNEL_OPTIONS if self.has_peer_kernels else {}
         return _options({**ours, **self._users_options})
 
@@ -212,6 +239,7 @@ class OverlapJit:
         others = {name: value for name, value in kwargs.items() if name not in SHARDINGS}
         pure, pure_graph = pure_function(fun, static), graph.pure
         self._decides = allowed == UNDECIDED
+        self._checked: set[tuple] = set()
         if self._decides:
             pure, pure_graph = (deciding_function(each, static) for each in (pure, pure_graph))
         self._functions: tuple[Any, ...] = pure, pure_graph
@@ -231,7 +259,7 @@ class OverlapJit:
 
         What is traced meanwhile knows how it will be compiled.
         """
-        with peer_kernels_allowed(variant.allowed), variant.devices_of(arguments):
+        with variant.tracing(arguments):
             if not self._is_graph_function:
                 try:
                     return use(variant.jitted)
@@ -269,19 +297,31 @@ class OverlapJit:
             return self._run(right, args, kwargs)
 
     def _run(self, variant: _Variant, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._check_decisions(variant, args, kwargs)
         order = _launching if variant.has_peer_kernels else contextlib.nullcontext()
         with order:
             return self._use(variant, lambda jitted: jitted(*args, **kwargs), args, kwargs)
+
+    def _check_decisions(self, variant: _Variant, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Checks, before a program is compiled, that all processes decided alike about it."""
+        if is_alone() or not calls_run_programs():
+            return
+        shapes = _shapes((args, kwargs))
+        if (variant.has_peer_kernels, shapes) in self._checked:
+            return
+        with record_decisions() as decisions:
+            self._use(variant, lambda jitted: jitted.trace(*args, **kwargs), args, kwargs)
+        self._checked.add((variant.has_peer_kernels, shapes))
+        name = getattr(self, "__qualname__", type(self).__name__)
+        lines = [f"{each.site}: {each.implementation}" for each in decisions]
+        kernels = f"kernels that address peers' memory: {variant.has_peer_kernels}"
+        check_same(f"{name} {shapes}", [kernels, *lines])
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for these arguments, as `jax.jit` does."""
         traced = self.trace(*args, **kwargs)
         variant = self._default
-        with (
-            _explaining_errors(),
-            peer_kernels_allowed(variant.allowed),
-            variant.devices_of((args, kwargs)),
-        ):
+        with _explaining_errors(), variant.tracing((args, kwargs)):
             return traced.lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -304,6 +344,7 @@ class OverlapJit:
     def clear_cache(self) -> None:
         """Drops the compiled programs, as `jax.jit` does."""
         self._by_shapes.clear()
+        self._checked.clear()
         for function in self._functions if self._decides else ():
             function.clear_cache()
         for variant in (self._default, self._with_peer_kernels):
@@ -336,13 +377,23 @@ def _explaining_errors() -> Iterator[None]:
         ) from error
 
 
+def assumes_symmetric_buffers() -> contextlib.AbstractContextManager:
+    """A context in which programs are traced that `overlap_jit` will compile."""
+    return symmetric_buffers(shares_node(jax.devices()))
+
+
 def _options(users: Mapping[str, Any]) -> dict[str, Any]:
     """Our options for the devices here, overridden by the user's."""
     options: dict[str, Any] = dict(OVERLAP_OPTIONS)
     if PERMUTE_MODE not in users and (reason := no_peer_access_reason()):
         warn_once(f"overlap_jit leaves permutes to NCCL, where no matmul hides them: {reason}")
         del options[PERMUTE_MODE]
-    if jax.process_count() > 1:
+    if shares_node(jax.devices()):
+        options |= NODE_OPTIONS
+    if jax.process_count() > 1 and jax.local_device_count() == 1:
+        # No ring is within a process.
+        options.pop(PERMUTE_MODE, None)
+    elif jax.process_count() > 1:
         # By default, all devices of a program are one group, whose permutes all go through NCCL if
         # one of them must. With this option, every ring is a group.
         options["xla_gpu_collective_permute_connected_components"] = True

@@ -10,7 +10,12 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from collective_matmul.compiler import PeerKernels, check_peer_kernels, renamed_fused
+from collective_matmul.compiler import (
+    PeerKernels,
+    assumes_symmetric_buffers,
+    check_peer_kernels,
+    renamed_fused,
+)
 from collective_matmul.dispatch.decision_table import WIDTH, Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
 from collective_matmul.dispatch.registry import REFERENCE
@@ -189,13 +194,17 @@ class _RecordedTrace:
 
     def decision_after_overlap(self) -> PeerKernelDecision:
         """The decision about the program that `overlap` would make of this one."""
-        with peer_kernels_allowed(UNDECIDED), count_runs(self.counter):
+        with (
+            peer_kernels_allowed(UNDECIDED),
+            assumes_symmetric_buffers(),
+            count_runs(self.counter),
+        ):
             return decide(rewritten_program(self.program).jaxpr, self.counter)
 
     def explanation(self, allowed: bool | Disallowed) -> Explanation:
         """The explanation; `allowed` is for what `overlap` would replace."""
         # Sites are found after the function is traced: decisions about them are not recorded.
-        with peer_kernels_allowed(allowed):
+        with peer_kernels_allowed(allowed), assumes_symmetric_buffers():
             plain, keys = sites_and_keys(self.program)
         # What `overlap` left alone, it left alone for its own arguments.
         by_key = {site.key: site for site in self.considered}
@@ -224,7 +233,12 @@ def _traced(fun: Callable, args: tuple, kwargs: dict, allowed: Any) -> _Recorded
         decisions[:] = taken  # Of the last trace: a function of nnx objects may need two.
         return result
 
-    with peer_kernels_allowed(allowed), count_runs() as counter, record_considered() as considered:
+    with (
+        peer_kernels_allowed(allowed),
+        assumes_symmetric_buffers(),
+        count_runs() as counter,
+        record_considered() as considered,
+    ):
         program = traced_program(recorded, args, kwargs)
     return _RecordedTrace(program, decisions, considered, counter)
 

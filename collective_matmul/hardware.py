@@ -9,9 +9,17 @@ matmuls do on average. With few rows the host limits the program, since it launc
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 import jax
+
+from collective_matmul.transport import Transport
+
+#: The environment variable with the rate of the network between nodes, in GB/s that each GPU sends.
+NETWORK_RATE_VARIABLE = "COLLECTIVE_MATMUL_NETWORK_GB_PER_SECOND"
+#: The environment variable with the microseconds that a collective between nodes takes beside that.
+NETWORK_LATENCY_VARIABLE = "COLLECTIVE_MATMUL_NETWORK_MICROSECONDS"
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,8 @@ class Rates:
       copy_seconds: time to start and end one copy between peers.
       pass_bytes: rate of a pass over memory inside a program.
       host_seconds: host time for one op with any backend.
+      permute_exposed_seconds: time of each permute of a ring that no matmul hides.
+      permute_exposed_share: share of a permute's transfer that no matmul hides.
     """
 
     basis: str
@@ -49,6 +59,21 @@ class Rates:
     copy_seconds: float
     pass_bytes: float
     host_seconds: float
+    permute_exposed_seconds: float = 0.0
+    permute_exposed_share: float = 0.0
+
+    def over(self, transport: Transport) -> Rates:
+        """The rates of communication by a transport. `HOPPER` has those of copies between peers."""
+        if transport == "peer_copies":
+            return self
+        if transport == "nccl_symmetric":
+            return replace(self, permute_exposed_seconds=18e-6)
+        # NCCL's kernels hold multiprocessors longer, and copy through buffers of their own.
+        nccl = replace(self, permute_exposed_seconds=25e-6, permute_exposed_share=0.55)
+        if transport == "nccl":
+            return nccl
+        rate, latency = network()
+        return replace(nccl, link_bytes=rate, collective_seconds=latency, copy_seconds=latency)
 
 
 HOPPER = Rates(
@@ -93,14 +118,49 @@ _RATES = {
 }
 
 
-def rates() -> Rates | None:
-    """The rates of the device of the traced program; None if they are not known."""
-    return _RATES.get(traced_device().device_kind)
+def network() -> tuple[float, float]:
+    """Bytes per second that each GPU sends to other nodes, and seconds of a collective beside that.
+
+    By default one link of 400 Gb/s per GPU. Environment variables change both.
+
+    Raises:
+      ValueError: a variable is no positive number.
+    """
+    return (
+        _positive(NETWORK_RATE_VARIABLE, "45") * 1e9,
+        _positive(NETWORK_LATENCY_VARIABLE, "40") * 1e-6,
+    )
 
 
-def assumed_rates() -> Rates:
+def _positive(variable: str, default: str) -> float:
+    text = os.environ.get(variable) or default
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{variable}={text!r}: expected a number above 0")
+    return value
+
+
+def rates(transport: Transport = "peer_copies") -> Rates | None:
+    """The rates of the device of the traced program; None if they are not known.
+
+    Args:
+      transport: what communicates.
+    """
+    known = _RATES.get(traced_device().device_kind)
+    return known and known.over(transport)
+
+
+def assumed_rates(transport: Transport = "peer_copies") -> Rates:
     """The rates of the device of the traced program; those of Hopper GPUs if they are not known."""
-    return rates() or HOPPER
+    return rates(transport) or HOPPER.over(transport)
+
+
+def was_measured() -> bool:
+    """Whether the rates of the device of the traced program are those of measured GPUs."""
+    return _RATES.get(traced_device().device_kind) is HOPPER
 
 
 def traced_device() -> jax.sharding.AbstractDevice:

@@ -21,6 +21,18 @@ OVERLAP_OPTIONS = MappingProxyType(
     }
 )
 
+#: Whether XLA gives NCCL buffers that all processes of a node have registered with each other.
+SYMMETRIC_BUFFERS = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
+
+#: Further options where a node has several processes, whose rings go through NCCL.
+NODE_OPTIONS = MappingProxyType(
+    {
+        # NCCL's kernels read and write the buffers of peers, without copies between. XLA allocates
+        # these buffers from the memory that XLA_PYTHON_CLIENT_MEM_FRACTION leaves.
+        SYMMETRIC_BUFFERS: True,
+    }
+)
+
 #: Options without which kernels that address peers' memory are not safe: see
 #: `collective_matmul.peer_access.peer_kernels_disallowed_reason`.
 PEER_KERNEL_OPTIONS = MappingProxyType(

@@ -72,7 +72,13 @@ class Report(NamedTuple):
 
 
 def start(environments: Sequence[Mapping[str, str]], folder: Path) -> list[list[Report]]:
-    """The reports of processes that run together, each with more environment of its own.
+    """The reports of processes that run together, each with more environment of its own."""
+    written = run(environments, folder, "tests.processes")
+    return [[Report(*fields) for fields in each] for each in written]
+
+
+def run(environments: Sequence[Mapping[str, str]], folder: Path, module: str) -> list[Any]:
+    """The JSON values that processes of a module write, each with more environment of its own.
 
     They are written to `folder`: what a process prints is not its own alone.
     """
@@ -82,7 +88,7 @@ def start(environments: Sequence[Mapping[str, str]], folder: Path) -> list[list[
     files = [folder / f"{number}.json" for number in range(len(environments))]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.processes", address, str(number), str(file)],
+            [sys.executable, "-m", module, address, str(number), str(file)],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -103,7 +109,7 @@ def start(environments: Sequence[Mapping[str, str]], folder: Path) -> list[list[
     finally:
         kill(processes)
     assert all(process.returncode == 0 for process in processes), "\n\n".join(outputs)
-    return [[Report(*fields) for fields in json.loads(file.read_text())] for file in files]
+    return [json.loads(file.read_text()) for file in files]
 
 
 def kill(processes: Sequence[subprocess.Popen]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests import processes
@@ -49,3 +51,18 @@ def test_the_reason_is_reported_once(reports: list[list[Report]]) -> None:
         # Kernels have other reasons besides, as that there are none for CPUs.
         others = [r for r in across if r.implementation not in PEER_KERNELS]
         assert all("process" in sentence for r in others for sentence in r.warnings)
+
+
+def test_processes_agree(tmp_path: Path) -> None:
+    environments = [processes.ON_THE_CPU] * PROCESSES
+    first, second = processes.run(environments, tmp_path, "tests.agreeing_processes")
+    assert first["seconds"] and first["seconds"] == second["seconds"]
+    assert first["file"] == second["file"]
+    # Both have two devices of one node, and NCCL between them.
+    assert {fields["transport"] for fields in first["fields"]} == {"nccl_symmetric"}
+    assert first["decisions"] == second["decisions"] and set(first["decisions"]) == {"ring"}
+    assert first["difference"] == ""
+    assert second["difference"].startswith(
+        "process 1 decides differently from process 0 about step: scatter: xla, where process 0"
+        " has scatter: ring; give all processes the same "
+    )

@@ -197,9 +197,10 @@ def describe_processes() -> list[str]:
     if devices > 1:
         return [f"processes: {count}, with {devices} devices each"]
     return [
-        f"processes: {count}, with one device each; rings and fused kernels address the memory of"
-        " GPUs of their own process, so collective matmuls between these devices are NCCL's: start"
-        " one process per node, which drives all of its GPUs"
+        f"processes: {count}, with one device each; rings between these devices go through NCCL,"
+        " which is slower than copies between the GPUs of one process: start one process per node,"
+        " which drives all of its GPUs. NCCL's buffers are not part of"
+        " XLA_PYTHON_CLIENT_MEM_FRACTION: leave some memory"
     ]
 
 
@@ -227,7 +228,7 @@ def check_mesh(mesh: Mesh, across: bool) -> None:
     if not across and any(len({d.process_index for d in group}) > 1 for group in groups):
         raise ValueError(
             f"mesh.tensor={mesh.shape['tensor']}: the tensor axis would span processes of"
-            f" {jax.local_device_count()} devices, where rings and fused kernels cannot run; give"
-            " a --mesh.tensor that divides them, or --distributed.tensor-across-processes if that"
-            " is what you want"
+            f" {jax.local_device_count()} devices, between which rings go through NCCL and fused"
+            " kernels cannot run; give a --mesh.tensor that divides them, or"
+            " --distributed.tensor-across-processes if that is what you want"
         )

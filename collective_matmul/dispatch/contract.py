@@ -24,11 +24,9 @@ from typing import Any, Literal, Protocol, Self
 
 from collective_matmul.data import Record
 from collective_matmul.source_location import SourceLocation
+from collective_matmul.transport import Transport
 
 Direction = Literal["forward", "backward"]
-
-#: Who moves the bytes of a request: copies between peers, NCCL, or NCCL with symmetric buffers.
-Transport = Literal["peer_copies", "nccl", "nccl_symmetric"]
 
 #: The name, among those of backends, of the computation alone, without its communication.
 COMPUTE_ONLY = "compute_only"

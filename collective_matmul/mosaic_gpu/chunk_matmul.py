@@ -153,7 +153,8 @@ def _launch(
     """Writes the chunk of every `outs` that is in the place of `written`; all are planes."""
     operands = [*xs, *itertools.chain.from_iterable(ws)]
     layout = (*map(_layout, operands), written.column_blocks)
-    launch = shared_launch(problem, choose_tiling(problem), layout, device.target())
+    target = device.sharing_target()
+    launch = shared_launch(problem, choose_tiling(problem), layout, target)
     arrays = [[o.array for o in xs], [[w.array for w in term] for term in ws]]
     planes = [*(o.index for o in operands), chunk_index(written)]
     blocks = [*(o.column_block for o in operands), written.column_block]
@@ -218,6 +219,7 @@ def _is_supported(problem: MatmulProblem, dtype: Any) -> bool:
     return (
         jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
         and device.target() is not None
+        and not device.sharing.value.by_xla
         and not partly_automatic()
         and choose_tiling(problem) is not None
     )

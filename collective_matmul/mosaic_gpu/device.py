@@ -12,6 +12,26 @@ _HOPPER = "9.0"
 _HOPPER_KIND = re.compile(r"NVIDIA G?H\d")
 
 
+class Sharing(NamedTuple):
+    """How kernels share a GPU with communication that takes multiprocessors.
+
+    A kernel of persistent blocks holds its multiprocessors to its end. Communication that takes
+    some waits for it, unless the kernel leaves them.
+
+    Attributes:
+      left: multiprocessors that kernels leave.
+      by_xla: whether XLA multiplies what it multiplies as fast as a kernel. Its many short blocks
+        let communication begin between them.
+    """
+
+    left: int = 0
+    by_xla: bool = False
+
+
+#: How kernels that are being traced share the GPU.
+sharing = jax.make_user_context(Sharing())
+
+
 class Target(NamedTuple):
     """The GPU that a kernel is built for.
 
@@ -34,3 +54,10 @@ def target() -> Target | None:
     if device.platform != "gpu" or getattr(device, "compute_capability", None) != _HOPPER:
         return None
     return Target(device.core_count)
+
+
+def sharing_target() -> Target | None:
+    """Returns `target`, without the multiprocessors that `sharing` leaves to communication."""
+    found = target()
+    left = sharing.value.left
+    return found and found._replace(multiprocessors=found.multiprocessors - left)

@@ -116,7 +116,7 @@ def multiply_chunks(
         n=tuple(w.shape[1] for w in ws[0]),
         in_blocks=ws[0][0].in_blocks,
     )
-    target, takes = device.target(), _takes_chunks(xs, ws)
+    target, takes = device.sharing_target(), _takes_chunks(xs, ws)
     undivided = all(rows.column_blocks == 1 for rows in (*xs, *outs))
     if target is None or not takes or partly_automatic() or not undivided:
         return None

@@ -18,12 +18,21 @@ import numpy as np
 from jax import lax
 
 from collective_matmul._compat import axis_index
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu.device import Sharing
 from collective_matmul.operands.arithmetic import add
 from collective_matmul.operands.chunked import Chunked
 from collective_matmul.schedule.schedules import Chunk, Pattern, Step, Use, make_schedule
+from collective_matmul.transport import TRANSPORTS, Transport, transport_over
 
 #: Arrays, or pytrees of arrays, by chunk.
 Chunks = dict[Chunk, Any]
+
+_BESIDE_NCCL = Sharing(left=16, by_xla=True)
+
+#: How the products of a loop share the GPU with its transfers. Copy engines need nothing of it.
+SHARING: dict[Transport, Sharing] = dict.fromkeys(TRANSPORTS, _BESIDE_NCCL)
+SHARING["peer_copies"] = Sharing()
 
 
 class Ring:
@@ -50,6 +59,17 @@ class Ring:
         self.dimension = dimension
         self.rows = rows
         self.bounds = self.schedule.part_bounds(rows)
+        self._sharing = SHARING[transport_over(axis_name)]
+
+    def beside(self, multiply: Callable[..., Any]) -> Callable[..., Any]:
+        """A product beside which the ring communicates."""
+
+        @functools.wraps(multiply)
+        def sharing(*args: Any) -> Any:
+            with device.sharing(self._sharing):
+                return multiply(*args)
+
+        return sharing
 
     def permute(self, chunks: Chunks, step: Step) -> Chunks:
         """Executes the sends of a step; returns what arrives."""
@@ -184,6 +204,7 @@ def walk_gather(
     Returns:
       The result of all chunks.
     """
+    multiply = gather.beside(multiply)
     for i, step in enumerate(gather.steps):
         arriving = gather.send(step)
         for chunk in step.multiply:
@@ -218,6 +239,7 @@ def walk_scatter(
     """
     # The terms of each chunk's sum so far. They are added in one pass when the sum leaves.
     terms: dict[Chunk, list[Any]] = {}
+    multiply = scatter.beside(multiply)
     for i, step in enumerate(scatter.steps):
         leaving = {send.chunk: terms.pop(send.chunk)[0] for send in step.sends}
         arriving = scatter.permute(leaving, step)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from collective_matmul.agreement import exchange
 from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.contract import COMPUTE_ONLY, Request
@@ -35,7 +36,9 @@ def trials(
     short run measures something. Nothing compiles while the caller uses a trial, because XLA's
     autotuning runs kernels on the devices.
     """
-    threads = min(_THREADS, os.cpu_count() or 1)
+    # Processes try matmuls for each other while they compile, and wait for each other's results:
+    # threads that compile in another order could wait for ever.
+    threads = 1 if jax.process_count() > 1 else min(_THREADS, os.cpu_count() or 1)
     most = max(1, 4 * threads // (len(implementations) + 2))
     start, count = 0, min(2, most)
     while start < len(sites):
@@ -94,6 +97,7 @@ class Trial:
         of_bounds = [each._replace(weights=operands.weights) for each in gathered]
         others = dict(zip(self._bounds, of_bounds, strict=True))
         runs: dict[str, Callable[[], Any]] = {}
+        self._leave_out_failures_elsewhere()
         for name in self._compiling:
             self._attempt(name, self._start, others.get(name, operands), runs)
         # Gains are relative to the reference, so it is always timed.
@@ -111,6 +115,15 @@ class Trial:
             return filled
         pairs = zip(self._preparing, filled, strict=True)
         return [compiling.result()(operands) for compiling, operands in pairs]
+
+    def _leave_out_failures_elsewhere(self) -> None:
+        """Leaves out backends whose programs some process cannot compile."""
+        for name, compiling in self._compiling.items():
+            self._attempt(name, lambda _, compiling: compiling.result(), compiling)
+        for number, failures in enumerate(exchange(self.failures)):
+            for name, reason in failures.items():
+                self.failures.setdefault(name, f"process {number}: {reason}")
+        self._compiling = {n: each for n, each in self._compiling.items() if n not in self.failures}
 
     def _attempt(self, name: str, step: Callable, *arguments: Any) -> None:
         """Executes a step for one backend; if it fails, the others are still measured."""

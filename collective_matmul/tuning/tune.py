@@ -9,12 +9,13 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from collective_matmul.agreement import exchange, of_first_process
 from collective_matmul.data import Run
 from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.assessment import unsupported_reason
@@ -25,6 +26,7 @@ from collective_matmul.dispatch.table import Entry, Table
 from collective_matmul.dispatch.table_files import writable_path
 from collective_matmul.hardware import how_to_simulate
 from collective_matmul.peer_access import peer_kernels_allowed
+from collective_matmul.transport import Transport, transport_between
 from collective_matmul.tuning.timing import measure
 from collective_matmul.tuning.trials import Measure, Trial, trials
 
@@ -67,14 +69,17 @@ def tune(
       limit_seconds: no site is started after this many seconds.
       again: whether to measure sites that the table has from this version of JAX.
 
+    Several processes tune together: each calls this with the same arguments. They take turns with
+    the same programs, and all keep the times of process 0. Sites then have all of their devices.
+
     Returns:
       The table at `path`, including its earlier entries.
 
     Raises:
       ValueError: for unknown names, a function without collective matmuls, arguments without a
         function, fewer devices than a site has, devices of different kinds, a table at `path` for
-        another kind, several processes, numbers that do not allow a measurement, or a folder that
-        cannot be written.
+        another kind, sites of other than all devices of several processes, numbers that do not
+        allow a measurement, or a folder that cannot be written.
       OSError: if the table cannot be written after all.
     """
     if not limit_seconds > 0:
@@ -87,7 +92,9 @@ def tune(
     with peer_kernels_allowed(True):  # As in the programs that are timed.
         sites = _sites(target, args)
     left_out = [site for site in sites if not site.is_tabled]
-    sites = [site for site in sites if site.is_tabled]
+    transport = transport_between(found)
+    # Of the measured devices, whatever those are that the sites were found on.
+    sites = [_moved_by(transport, site) for site in sites if site.is_tabled]
     _check_names(names, known)
     _check(sites, found)
     kind = found[0].device_kind
@@ -112,6 +119,10 @@ def _sites(target: Callable | Iterable[Request], args: tuple) -> list[Request]:
     return [site for site in distinct if site.communicates and site.flops > 0]
 
 
+def _moved_by(transport: Transport, site: Any) -> Any:
+    return site if site.transport == transport else replace(site, transport=transport)
+
+
 def _sites_in(fun: Callable, args: tuple) -> list[Request]:
     found = [decision.site for decision in decisions_of(fun, *args)]
     if not found:
@@ -123,10 +134,6 @@ def _sites_in(fun: Callable, args: tuple) -> list[Request]:
 
 
 def _check_names(names: Sequence[str], known: Collection[str]) -> None:
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"tune: {jax.process_count()} processes; run it in one, on the devices of one node"
-        )
     for name in names:
         if name not in known:
             expected = ", ".join(known)
@@ -142,6 +149,12 @@ def _check(sites: Sequence[Request], devices: Sequence[Any]) -> None:
             raise ValueError(
                 f"devices: {len(devices)}, and {site} needs {site.axis_size}; give more, or leave"
                 f" the site out (the command has --devices); {how_to_simulate(site.axis_size)}"
+            )
+        if jax.process_count() > 1 and site.axis_size != jax.device_count():
+            raise ValueError(
+                f"tune: {jax.process_count()} processes with {jax.device_count()} devices, and"
+                f" {site} is of {site.axis_size}; every process takes part in a measurement: start"
+                " as many processes as the site has devices, or leave it out"
             )
 
 
@@ -177,14 +190,17 @@ class _Tuner:
     def tune(self, sites: Sequence[Request], again: bool, left_out: Sequence[Request]) -> Table:
         present = table_files.read_users(self.path)
         known = {} if again or present is None else present.entries
-        missing = [site for site in sites if not self._is_measured(site, known.get(site))]
+        measured = [self._is_measured(site, known.get(site)) for site in sites]
+        pairs = zip(sites, of_first_process(measured), strict=True)
+        missing = [site for site, is_measured in pairs if not is_measured]
         table = self._save({})
         for site in left_out:
             self._print(f"left out, the cost model decides about it: {site}")
         self._print(f"{len(missing)} of {len(sites)} sites to measure; the table is {self.path}")
         for done, trial in enumerate(trials(missing, self.devices, self.implementations), start=1):
             table = self._measure(trial) or table
-            if done < len(missing) and self._seconds_passed() > self.limit_seconds:
+            is_late = of_first_process(self._seconds_passed() > self.limit_seconds)
+            if done < len(missing) and is_late:
                 self._print(f"out of time: {len(missing) - done} sites are left")
                 break
         return table
@@ -217,9 +233,16 @@ class _Tuner:
         return self._save({trial.site: Entry(seconds, self.run)})
 
     def _save(self, entries: dict[Request, Entry]) -> Table:
-        return table_files.save(self.path, self.devices[0].device_kind, entries)
+        """The table with further entries. Processes may share a file, and write in turn."""
+        for number in range(jax.process_count()):
+            if number == jax.process_index():
+                table = table_files.save(self.path, self.devices[0].device_kind, entries)
+            exchange(None)
+        return table
 
     def _print(self, message: str) -> None:
+        if jax.process_index():
+            return
         print(f"[{self._seconds_passed():6.1f} s] {message}", flush=True)
 
     def _print_once(self, message: str) -> None:

@@ -21,7 +21,6 @@ from collective_matmul.log import warn_once
 from collective_matmul.ops.matmul import xla
 from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.request import Op, Site
-from collective_matmul.ops.matmul.ring import backend as ring_backend
 from collective_matmul.ops.matmul.ring.backend import RINGS
 from collective_matmul.peer_access import peer_kernels_allowed
 from tests.conftest import MeshFactory
@@ -304,22 +303,15 @@ def test_rows_that_do_not_divide_fall_back_and_say_so_once(
 
 
 @every_op
-def test_rings_that_cannot_copy_between_peers_fall_back_and_say_so_once(
-    op: Op,
-    on_gpus: None,
-    untuned: None,
-    fresh_warnings: None,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+def test_rings_that_cannot_copy_between_peers_are_predicted_with_nccl(
+    op: Op, on_gpus: None, untuned: None
 ) -> None:
-    unprofitable = "GPU 0 cannot address the memory of GPU 1"
-    monkeypatch.setattr(ring_backend, "no_peer_copies_reason", lambda axis_name: unprofitable)
-    reason = f"ring would hide nothing: {unprofitable}"
     for rows in (4096, 8192):
-        taken = decide(site_of(op, rows, 8192, 8192))
+        taken = decide(site_of(op, rows, 8192, 8192, transport="nccl"))
         assert taken.implementation == "xla"
-        assert taken.reason.startswith(f"fallback: {reason}; cost model: ")
-    assert warnings_of(caplog) == [f"{op} falls back to xla: {reason}"]
+        assert taken.reason.startswith("cost model: ")
+    symmetric = decide(site_of(op, 16384, 8192, 28672, transport="nccl_symmetric"))
+    assert symmetric.implementation == "ring"
 
 
 @pytest.mark.parametrize("implementation", RINGS)

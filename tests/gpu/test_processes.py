@@ -7,6 +7,7 @@ nothing binds to GPUs: they share those that they see.
 from __future__ import annotations
 
 import os
+import random
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,11 +16,13 @@ import jax
 import numpy as np
 import pytest
 
+from models.checkpoint.saved_checkpoint import whole_steps
 from tests import processes
 from tests.conftest import skip_without
 from tests.processes import ACROSS, LOCAL_DEVICES, PROCESSES
 from tests.train.faults import curve
-from tests.train.trainers import Trainers, train
+from tests.train.process_faults import arguments, kill_once
+from tests.train.trainers import ARGUMENTS, Trainers, train
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +44,8 @@ def test_rings_across_processes_and_within(tmp_path: Path) -> None:
         assert len(set(warnings)) == len(warnings)
 
 
+KILLS = 3
+KILLED = f"{ARGUMENTS} --overlap auto --distributed.heartbeat-timeout-seconds 10"
 TRAINERS = "--preset debug --log-interval 1 --distributed.heartbeat-timeout-seconds 30"
 
 
@@ -62,6 +67,24 @@ def test_two_trainers_share_the_gpus_of_their_node(tmp_path: Path, settings: str
         # and on GPUs in each run.
         rtol = [1e-2, 0.1]
         assert np.all(np.abs(np.subtract(two[step], values)) <= np.multiply(rtol, values))
+
+
+def test_a_killed_process_ends_the_run_which_resumes(tmp_path: Path) -> None:
+    devices, variables = 1, {"CUDA_VISIBLE_DEVICES": ""}
+    if jax.default_backend() != "cpu":
+        skip_without(2)
+        variables = see_gpus(range(2))
+    options = {"devices": 2, "variables": variables, "common": KILLED}
+    rng, folder, more = random.Random(2), tmp_path / "run", shlex.split("--mesh.data 1")
+    for _ in range(KILLS):
+        resume = bool(whole_steps(folder))
+        if not resume:
+            Path(f"{folder}.jsonl").unlink(missing_ok=True)
+        print(kill_once(folder, rng, 100_000, 2, resume, more, **options))
+    newest = max(whole_steps(folder))
+    flags = [*arguments(folder, newest + 2, 2, more), "--resume"]
+    outputs = train(flags, count=2, devices=devices, variables=variables, common=KILLED)
+    assert f"resumed from the checkpoint of step {newest}" in "\n".join(outputs[0])
 
 
 def test_two_trainers_that_see_one_gpu_are_refused() -> None:

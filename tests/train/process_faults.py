@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -41,9 +42,19 @@ def arguments(folder: Path, steps: int, max_to_keep: int, more: Sequence[str]) -
 
 
 def kill_once(
-    folder: Path, rng: random.Random, steps: int, count: int, resume: bool, more: Sequence[str]
+    folder: Path,
+    rng: random.Random,
+    steps: int,
+    count: int,
+    resume: bool,
+    more: Sequence[str],
+    *,
+    devices: int = DEVICES,
+    **options: Any,
 ) -> str:
     """Starts a run, kills one of its processes, and waits for the others. Returns a line about it.
+
+    The run has `devices` in all; `options` are those of `Trainers`.
 
     Raises:
       AssertionError: a process does not end, or does not say why, or a checkpoint is lost.
@@ -53,7 +64,7 @@ def kill_once(
     # The process itself, or its parent, with which it ends.
     parent = rng.random() < 0.25
     flags = [*arguments(folder, steps, 2, more), *["--resume"] * resume]
-    with Trainers(flags, count=count, devices=DEVICES // count) as trainers:
+    with Trainers(flags, count=count, devices=devices // count, **options) as trainers:
         trainers.wait_for_steps(wait)
         time.sleep(rng.uniform(0, 0.05))
         whole = trainers.everything

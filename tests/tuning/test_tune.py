@@ -306,9 +306,12 @@ def test_what_cannot_be_tuned_is_refused(cache: Path, bench: Bench) -> None:
     assert not cache.exists()
 
 
-def test_several_processes_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_measure_sites_of_all_devices(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"^tune: 2 processes; run it in one"):
+    monkeypatch.setattr(jax, "device_count", lambda: 16)
+    with pytest.raises(ValueError, match=r"^tune: 2 processes with 16 devices, and "):
         tune(SITES)
 
 

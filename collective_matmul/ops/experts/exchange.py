@@ -119,7 +119,8 @@ class ExchangeExperts(XlaExperts):
         gpu, capacity = rates(), self.capacity(request)
         if gpu is None or request.axis_size == 1 or capacity == request.tokens:
             return None
-        return Prediction(expert_cost.exchange_seconds(request, capacity), _ERROR, gpu.basis)
+        error = _ERROR if request.transport == "peer_copies" else expert_cost.NCCL_ERROR
+        return Prediction(expert_cost.exchange_seconds(request, capacity), error, gpu.basis)
 
 
 def _owners(request: ExpertRequest) -> np.ndarray:

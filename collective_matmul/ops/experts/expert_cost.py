@@ -14,6 +14,8 @@ LAST_PIECES = 2
 #: Seconds from the end of a predicate's computation to the start of the branch that it selects,
 #: which the host launches. An estimate: not measured.
 _BRANCH_SECONDS = 30e-6
+#: The gain that a prediction must exceed where NCCL executes permutes: none was measured.
+NCCL_ERROR = 0.25
 #: Kernels that find out which token travels where.
 _SLOT_KERNELS = 10
 
@@ -30,14 +32,15 @@ def compute_seconds(request: ExpertRequest, visits: int = 1) -> float:
 
 def ring_seconds(request: ExpertRequest) -> float:
     """Seconds of a ring: each step takes as long as its computation, or as its copies."""
-    gpu, devices = assumed_rates(), request.axis_size
+    gpu, devices = assumed_rates(request.transport), request.axis_size
     work = compute_seconds(request, visits=devices) / devices
     copies = gpu.copy_seconds + request.bytes_communicated / (devices - 1) / gpu.link_bytes
     routing = gpu.copy_seconds * (devices - 1)
     last = gpu.copy_seconds
     if request.direction == "forward":
         last += request.bytes_of_tokens / gpu.link_bytes / LAST_PIECES
-    return routing + work + (devices - 1) * max(work, copies) + last
+    exposed = gpu.permute_exposed_seconds + gpu.permute_exposed_share * copies
+    return routing + work + (devices - 1) * (max(work, copies) + exposed) + last
 
 
 def exchange_seconds(request: ExpertRequest, capacity: int) -> float:
@@ -45,7 +48,8 @@ def exchange_seconds(request: ExpertRequest, capacity: int) -> float:
 
     Nothing hides its copies: branches have them.
     """
-    gpu, others, forward = assumed_rates(), request.axis_size - 1, request.direction == "forward"
+    gpu, others = assumed_rates(request.transport), request.axis_size - 1
+    forward = request.direction == "forward"
     share = capacity / request.tokens
     # Forward: routings, tokens and sums. Backward: tokens with gradients, and two kinds of sums.
     launches = (3 if forward else 4) * others * gpu.copy_seconds

@@ -14,6 +14,7 @@ from collective_matmul.dispatch.registry import Registry
 from collective_matmul.hardware import assumed_rates
 from collective_matmul.operands.arithmetic import accumulator
 from collective_matmul.source_location import SourceLocation
+from collective_matmul.transport import described_transport, transport_fields, transport_of_fields
 
 #: The backends of expert ops; `collective_matmul.ops.experts.backends` fills it.
 BACKENDS = Registry()
@@ -62,7 +63,7 @@ class ExpertRequest(Request):
     expert_axes: tuple[str, ...] = field(default=(), compare=False)
     op: str = OP
     direction: Direction = "forward"
-    transport: Transport = field(default="peer_copies", compare=False)
+    transport: Transport = "peer_copies"
     divergent_axes: tuple[str, ...] = field(default=(), compare=False)
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
@@ -122,7 +123,7 @@ class ExpertRequest(Request):
     @property
     def communication_seconds(self) -> float:
         """Seconds of its collectives alone."""
-        gpu, collectives = assumed_rates(), 3 if self.direction == "forward" else 4
+        gpu, collectives = assumed_rates(self.transport), 3 if self.direction == "forward" else 4
         if self.axis_size == 1:
             return 0.0
         return collectives * gpu.collective_seconds + self.bytes_communicated / gpu.link_bytes
@@ -151,6 +152,7 @@ class ExpertRequest(Request):
             "choices": self.choices,
             "direction": self.direction,
             "keeps_hidden": self.keeps_hidden,
+            **transport_fields(self.transport),
         }
 
     @classmethod
@@ -170,6 +172,7 @@ class ExpertRequest(Request):
             dtype=np.dtype(fields["dtype"]),
             direction=cast(Direction, fields["direction"]),
             keeps_hidden=bool(fields["keeps_hidden"]),
+            transport=transport_of_fields(fields),
             **sizes,
         )
 
@@ -177,7 +180,8 @@ class ExpertRequest(Request):
     def kind(self) -> tuple:
         """All but the sizes."""
         dtype = np.dtype(self.dtype).name
-        return self.axis_size, self.expert_devices, dtype, self.direction, self.keeps_hidden
+        sizes = self.axis_size, self.expert_devices
+        return *sizes, dtype, self.direction, self.keeps_hidden, self.transport
 
     @property
     def layer(self) -> tuple:
@@ -206,6 +210,7 @@ class ExpertRequest(Request):
         return (
             f"{np.dtype(self.dtype).name} [{self.tokens}, {self.width}] to {self.choices} of"
             f" {self.experts} experts of [{self.width}, {self.hidden}] over {axes}={self.axis_size}"
+            f"{described_transport(self.transport)}"
         )
 
     def __str__(self) -> str:

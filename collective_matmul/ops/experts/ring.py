@@ -21,7 +21,6 @@ from collective_matmul.ops.experts import expert_cost
 from collective_matmul.ops.experts.backend import ExpertBackend, Finish, Work
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Routing
-from collective_matmul.peer_access import no_peer_copies_reason
 from collective_matmul.schedule.direct_scatter import scattered_sum
 from collective_matmul.schedule.round_trip import Visit, visits_of, walk_round_trip
 from collective_matmul.schedule.schedules import Pattern, make_schedule
@@ -97,18 +96,13 @@ class RingExperts(ExpertBackend):
         """Permutes meet on all devices."""
         return no_permutes_reason(request)
 
-    def unprofitable_reason(self, request: ExpertRequest) -> str | None:
-        """Permutes that are not copies between peers go through NCCL, where they hide nothing."""
-        axes = request.axis_name if request.axis_size > 1 else ()
-        reason = next(filter(None, map(no_peer_copies_reason, axes)), None)
-        return None if reason is None else f"would hide nothing: {reason}"
-
     def predict(self, request: ExpertRequest) -> Prediction | None:
         """The cost model, which exists for the direct pattern only."""
         gpu = rates()
         if gpu is None or self.pattern != "direct" or request.axis_size == 1:
             return None
-        return Prediction(expert_cost.ring_seconds(request), _ERROR, gpu.basis)
+        error = _ERROR if request.transport == "peer_copies" else expert_cost.NCCL_ERROR
+        return Prediction(expert_cost.ring_seconds(request), error, gpu.basis)
 
 
 #: The rings by name.

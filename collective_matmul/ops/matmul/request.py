@@ -24,6 +24,7 @@ from collective_matmul.operands.format import PLAIN, Format, HasFormat, format_o
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul.equation import Equation
 from collective_matmul.source_location import SourceLocation
+from collective_matmul.transport import described_transport, transport_fields, transport_of_fields
 
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
@@ -109,7 +110,7 @@ class Site(HasFormat, Request):
     remarks: tuple[str, ...] = field(default=(), compare=False)
     gathered_shards: WeightShards | None = field(default=None, compare=False)
     equation: Equation | None = field(default=None, compare=False)
-    transport: Transport = field(default="peer_copies", compare=False, repr=False)
+    transport: Transport = "peer_copies"
 
     @property
     def backends(self) -> Registry:
@@ -292,7 +293,7 @@ class Site(HasFormat, Request):
     @property
     def communication_seconds(self) -> float:
         """Seconds of its collectives alone."""
-        gpu = assumed_rates()
+        gpu = assumed_rates(self.transport)
         collectives = (1 if self.co_gathered is None else 2) if self.axis_size > 1 else 0
         collectives += self.weight_transfers * len(self.operands)
         return collectives * gpu.collective_seconds + self.bytes_communicated / gpu.link_bytes
@@ -319,7 +320,7 @@ class Site(HasFormat, Request):
 
         "operands" are local [M, K, N], an x [M, K] and a w [K, N]; leading dimensions are joined
         in M. Some sites have more: "co_gathered", [M, K]; "keep_gathered", true; and the fields of
-        their format.
+        their format; and "transport", unless bytes are copied between peers.
         """
         if not self.is_tabled:
             # Its fields would be those of another site.
@@ -338,7 +339,7 @@ class Site(HasFormat, Request):
         fields |= self.format.fields
         if self.keep_gathered:
             fields["keep_gathered"] = True
-        return fields
+        return fields | transport_fields(self.transport)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Site:
@@ -371,6 +372,7 @@ class Site(HasFormat, Request):
             co_gathered=co_gathered,
             keep_gathered=bool(fields.get("keep_gathered", False)),
             format=stored,
+            transport=transport_of_fields(fields),
         ).flat
 
     @property
@@ -379,6 +381,7 @@ class Site(HasFormat, Request):
         has_co_gathered = self.co_gathered is not None
         is_matmul = self.einsum is None
         work = self.op, self.axis_size, has_co_gathered, self.keep_gathered, is_matmul
+        work = *work, self.transport
         # Unaligned matmuls take longer, and gains of aligned ones do not predict theirs. So it is
         # with those in 8 bits of which our kernel leaves chunks to XLA.
         is_aligned = self.is_aligned
@@ -402,6 +405,7 @@ class Site(HasFormat, Request):
             self.co_gathered is not None,
             self.keep_gathered,
             self.format.text,
+            self.transport,
             self.rows,
         )
 
@@ -450,6 +454,7 @@ class Site(HasFormat, Request):
         axis = f"{self.axis_name or 'devices'}={self.axis_size}"
         shards = f", {self.weight_shards}" if self.weight_shards is not None else ""
         stored = self.format.text
+        axis += described_transport(self.transport)
         return f"{self.dtype_name} {matmuls}{co_gathered}{kept}{moved} over {axis}{shards}{stored}"
 
     def __str__(self) -> str:

@@ -283,7 +283,7 @@ def test_between_the_errors_there_is_no_step(monkeypatch: pytest.MonkeyPatch) ->
     site = site_of("all_gather_matmul", 8192, 4096, 14336)
     on_device = ring_of(site)
     monkeypatch.setattr(
-        cost, "assumed_rates", lambda: replace(HOPPER, host_seconds=0.9 * on_device)
+        cost, "assumed_rates", lambda *_: replace(HOPPER, host_seconds=0.9 * on_device)
     )
     monkeypatch.setattr(cost, "HOST_SECONDS_PER_PERMUTE", 0.0)
     prediction = predict(site)

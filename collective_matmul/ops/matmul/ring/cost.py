@@ -14,7 +14,7 @@ import numpy as np
 
 from collective_matmul._compat import partly_automatic
 from collective_matmul.dispatch.contract import Prediction
-from collective_matmul.hardware import HOPPER, assumed_rates, rates
+from collective_matmul.hardware import assumed_rates, rates, was_measured
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem, choose_tiling
 from collective_matmul.operands.format import PLAIN
 from collective_matmul.ops.matmul.matmul_cost import (
@@ -24,6 +24,7 @@ from collective_matmul.ops.matmul.matmul_cost import (
     weight_gradient_seconds,
 )
 from collective_matmul.ops.matmul.request import Site
+from collective_matmul.schedule.walk import SHARING
 
 #: Aligned rings that were measured to be slower than XLA, and not for want of their host, are
 #: predicted to gain up to 4.9 %. Rings that do gain are overrated by more, by up to a sixth.
@@ -32,6 +33,13 @@ ERROR = 0.08
 #: predicted: rings slower than XLA are predicted to gain up to 22 %. Also the error of what was not
 #: measured: wide numbers, and unaligned matmuls, which XLA executes in ways that vary by shape.
 UNSURE_ERROR = 0.25
+
+#: The error where NCCL executes permutes; of all else nothing was measured. The gain of rings of
+#: two devices over XLA was underrated, by up to a fifteenth.
+NCCL_ERRORS = {
+    ("nccl_symmetric", "all_gather_matmul", "forward"): 0.05,
+    ("nccl_symmetric", "matmul_reduce_scatter", "forward"): 0.05,
+}
 
 #: Host time of each permute, at which the threads that drive the devices wait for each other, and
 #: in each step of the ring for each x and w but the first. With few rows they exceed the matmuls.
@@ -44,7 +52,7 @@ def predict(site: Site) -> Prediction | None:
 
     An all-reduce is a ring for its first half; the gather that follows is a collective.
     """
-    gpu = rates()
+    gpu = rates(site.transport)
     if gpu is None:
         return None
     on_device, on_host = _on_device(site), _on_host(site)
@@ -52,22 +60,31 @@ def predict(site: Site) -> Prediction | None:
     if site.op == "matmul_all_reduce":
         after = gpu.collective_seconds + _bytes_sent(site) / gpu.link_bytes
     ring = max(on_device, on_host)
-    was_measured = gpu is HOPPER and site.is_aligned and site.dtype.itemsize == 2
-    measured: float | None = ERROR
-    if site.format != PLAIN:
-        measured = site.format.ring_error if multiplies_in_place(site) else None
-    error = UNSURE_ERROR if measured is None or not was_measured else measured
+    error = _error(site)
     at_most = max((1 + error) * on_device, (1 + UNSURE_ERROR) * on_host)
     return Prediction(ring + after, at_most / ring - 1, gpu.basis)
+
+
+def _error(site: Site) -> float:
+    """The error of the prediction of the device's time."""
+    if not (was_measured() and site.is_aligned and site.dtype.itemsize == 2):
+        return UNSURE_ERROR
+    if site.transport != "peer_copies":
+        return NCCL_ERRORS.get((site.transport, site.op, site.direction), UNSURE_ERROR)
+    if site.format == PLAIN:
+        return ERROR
+    error = site.format.ring_error if multiplies_in_place(site) else None
+    return UNSURE_ERROR if error is None else error
 
 
 def _on_device(site: Site) -> float:
     permutes = site.axis_size - 1
     bytes_at_once = _bytes_sent(site) / max(permutes, 1)
-    gpu = assumed_rates()
-    copy = gpu.copy_seconds + bytes_at_once / gpu.link_bytes
+    gpu = assumed_rates(site.transport)
+    travels = bytes_at_once / gpu.link_bytes
     multiply = _chunk_matmuls(site, site.chunk_rows)
-    steps = permutes * max(multiply, copy) + multiply
+    exposed = gpu.permute_exposed_seconds + gpu.permute_exposed_share * travels
+    steps = permutes * (max(multiply, gpu.copy_seconds + travels) + exposed) + multiply
     gradients = weight_gradient_seconds(site)
     return steps + _passes(site) + gradients + _waits_for_weights(site, multiply, gradients)
 
@@ -80,7 +97,7 @@ def _waits_for_weights(site: Site, multiply: float, gradients: float) -> float:
     """
     if site.weight_shards is None:
         return 0.0
-    gpu, devices = assumed_rates(), site.weight_shards.axis_size
+    gpu, devices = assumed_rates(site.transport), site.weight_shards.axis_size
     bytes_at_once = site.weight_bytes / site.weight_transfers
     travels = (devices - 1) * gpu.copy_seconds + bytes_at_once / gpu.link_bytes
     hidden = (devices - 1) / devices
@@ -153,6 +170,8 @@ def multiplies_in_place(site: Site) -> bool:
     """Whether the ring's matmuls are the kernel's, which reads and writes chunks in place."""
     half_precision = site.dtype in (jnp.bfloat16, jnp.float16)
     if not assumed_rates().multiplies_in_place or not half_precision:
+        return False
+    if SHARING[site.transport].by_xla and site.format == PLAIN:
         return False
     if site.einsum is not None or partly_automatic():
         return False

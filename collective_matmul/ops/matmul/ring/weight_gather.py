@@ -162,7 +162,7 @@ class ArrivingWeights(Weights):
             self._finish_first = lambda xs: self._multiply([own], xs, outs, dimension)
             return arrays, waiting
         parts = [Rows(empty_like(o.array, {dimension: o.size}), 0, o.size) for o in outs]
-        first = self._multiply([own], xs, parts, dimension)
+        first = gather.beside(self._multiply)([own], xs, parts, dimension)
         tied = others, first, arrays, waiting
         others, first, arrays, waiting = lax.optimization_barrier(tied)
 
