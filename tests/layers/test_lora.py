@@ -43,7 +43,8 @@ def model(**options: Any) -> Layers:
 
 def parameters(layers: Layers) -> tuple[Any, Any, Any]:
     """The graph, the adapters' parameters and the others."""
-    return nnx.split(layers, nnx.LoRAParam, ...)
+    graph, adapters, others = nnx.split(layers, nnx.LoRAParam, ...)
+    return graph, adapters, others
 
 
 def gradients(mesh: Any, x: jax.Array, weight: jax.Array, **options: Any) -> Any:
@@ -115,7 +116,7 @@ def test_the_gradients_are_those_of_the_unsharded_adapter(
     y, (adapters, dx) = run(*arguments)
     expected, of_adapters, expected_dx = reference(x, weight, model())
     # float32 sums of up to 48 products of numbers near 1, and then of 48 rows.
-    close = {"rtol": 1e-4, "atol": 1e-3}
+    close: Any = {"rtol": 1e-4, "atol": 1e-3}
     np.testing.assert_allclose(y, expected, **close)
     np.testing.assert_allclose(dx, expected_dx, **close)
     for path, leaf in nnx.to_flat_state(adapters):
@@ -144,9 +145,12 @@ def test_no_gradient_of_a_kernel_is_computed(make_mesh: MeshFactory, implementat
 
 def test_a_frozen_layer_has_the_gradient_of_x_alone(make_mesh: MeshFactory):
     mesh, spec = make_mesh({"tensor": 2}), P(None, "tensor", None)
-    options = {"rngs": nnx.Rngs(0), "implementation": "ring"}
-    layer = ColumnParallelLinear(FEATURES, HIDDEN, frozen=True, **options)
-    trained = ColumnParallelLinear(FEATURES, HIDDEN, **{**options, "rngs": nnx.Rngs(0)})
+    layer, trained = (
+        ColumnParallelLinear(
+            FEATURES, HIDDEN, frozen=frozen, implementation="ring", rngs=nnx.Rngs(0)
+        )
+        for frozen in (True, False)
+    )
 
     def outcome(layer: Any) -> Any:
         graph, state = nnx.split(layer)
@@ -166,7 +170,7 @@ def test_a_frozen_layer_has_the_gradient_of_x_alone(make_mesh: MeshFactory):
 @pytest.mark.parametrize("fp8", ["rowwise", "blockwise", "tensorwise"])
 def test_a_frozen_kernel_in_8_bits_has_one_copy(make_mesh: MeshFactory, fp8: str):
     mesh, spec = make_mesh({"tensor": 2}), P(None, "tensor", None)
-    layers = [
+    layers: Any = [
         ColumnParallelLinear(
             256, 256, fp8=fp8, frozen=True, rngs=nnx.Rngs(0), implementation="ring"
         ),
@@ -179,7 +183,8 @@ def test_a_frozen_kernel_in_8_bits_has_one_copy(make_mesh: MeshFactory, fp8: str
     def local(x: jax.Array, ks: Any) -> Any:
         def model(x: jax.Array) -> jax.Array:
             for layer, kernel in zip(layers, ks, strict=True):
-                graph, state = nnx.split(layer)
+                parts: Any = nnx.split(layer)
+                graph, state = parts
                 made = quantize_frozen(kernel, fp8)
                 assert made.backward is None
                 state["kernel"] = state["kernel"].replace(made)
