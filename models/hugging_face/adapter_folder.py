@@ -1,8 +1,8 @@
 """Folders of low-rank adapters, as the library PEFT writes them, and models merged with them.
 
 PEFT stores ``lora_A.weight`` [rank, in] and ``lora_B.weight`` [out, rank]. The parameters of a
-model here are ``lora_a`` [in, rank] and ``lora_b`` [rank, out], the transposes. Dimensions that a kernel
-splits, such as heads, are flattened in both.
+model here are ``lora_a`` [in, rank] and ``lora_b`` [rank, out], the transposes. Dimensions that a
+kernel splits, such as heads, are flattened in both.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ _WITHOUT_EFFECT = frozenset({
     "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
 })  # fmt: skip
 _USED = frozenset({
-    "alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "lora_dropout", "peft_type", "r", "rank_pattern",
-    "target_modules", "task_type", "use_rslora",
+    "alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "lora_dropout",
+    "peft_type", "r", "rank_pattern", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
 
 

@@ -16,8 +16,10 @@ from models.hugging_face.peft_config import read_peft_config, write_peft_config
 from models.hugging_face.tensor_names import tensors
 from tests.models.hugging_face.folders import DATA
 from tests.models.hugging_face.test_reading import loaded, logits_of
+from tests.models.hugging_face.test_writing import assert_same
+from tests.models.hugging_face.test_writing import commands as commands
 
-ADAPTERS = DATA.parent / "peft"
+ADAPTERS = DATA.parent / "peft_adapters"
 FAMILIES = sorted(folder.name for folder in ADAPTERS.iterdir() if folder.is_dir())
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -73,6 +75,17 @@ def test_the_merged_export_is_rounded_once(tmp_path, name):
         error = np.abs(found.astype(np.float64) - base)
         # One rounding to 8 bits of mantissa; float32 before it adds 1e-6 where terms cancel.
         assert np.all(error <= 2.0**-8 * np.abs(base) + 1e-6), tensor.name
+
+
+def test_the_export_command_merges(commands, tmp_path):
+    checkpoint, out, expected = (tmp_path / name for name in ("checkpoint", "out", "expected"))
+    commands(["import", str(DATA / "llama3"), str(checkpoint)])
+    commands(["export", str(checkpoint), str(out), "--adapter", str(ADAPTERS / "llama3")])
+    _, params = loaded("llama3", 1)
+    folder = ModelFolder(DATA / "llama3")
+    merged = MergedParams(params, adapter("llama3"))
+    write(expected, folder.config, merged, dtype="bfloat16")
+    assert_same(ModelFolder(out), ModelFolder(expected))
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -166,6 +179,6 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, change, message):
 def test_a_parameter_that_is_not_described_is_not_dropped(tmp_path):
     model, given = ModelFolder(DATA / "qwen3").config, adapter("qwen3")
     more = given.params | {"head.lora_a": np.zeros((32, 3), np.float32)}
-    with pytest.raises(ValueError, match="head.lora_a"):
+    with pytest.raises(ValueError, match=r"head\.lora_a"):
         write_adapter(tmp_path / "out", model, given.config, more)
     assert not (tmp_path / "out").exists()

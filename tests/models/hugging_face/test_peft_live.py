@@ -13,6 +13,8 @@ from tests.models.hugging_face.test_reading import loaded
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+# PEFT asks transformers for an attribute by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
 
 
 def model_of(folder):

@@ -2,7 +2,7 @@
 
 Run from the repository's root with PyTorch, transformers and peft installed::
 
-    python tests/data/peft/make.py
+    python tests/data/peft_adapters/make.py
 
 Each folder has the adapter of the model of its name in tests/data/hugging_face, as PEFT saves it,
 and expected.npz: tokens int32 [B, S] and the logits float32 [B, S, vocabulary] that PEFT computes
