@@ -28,11 +28,17 @@ def adapter(name: str) -> AdapterFolder:
     return AdapterFolder(ADAPTERS / name, ModelFolder(DATA / name).config)
 
 
+def expected_of(name: str) -> dict[str, np.ndarray]:
+    """The tokens and the logits that PEFT computed."""
+    with np.load(ADAPTERS / name / "expected.npz") as file:
+        return dict(file)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_merged_logits_are_those_of_peft(name, devices):
     generator, params = loaded(name, devices)
-    expected = np.load(ADAPTERS / name / "expected.npz")
+    expected = expected_of(name)
     merged = dict(MergedParams(params, adapter(name)))
     assert all(merged[path].sharding == params[path].sharding for path in params)
     computed = logits_of(generator, merged, expected["tokens"])
@@ -86,6 +92,11 @@ def test_the_export_command_merges(commands, tmp_path):
     merged = MergedParams(params, adapter("llama3"))
     write(expected, folder.config, merged, dtype="bfloat16")
     assert_same(ModelFolder(out), ModelFolder(expected))
+
+
+def test_models_with_experts_are_refused():
+    with pytest.raises(ValueError, match="experts are not supported"):
+        AdapterFolder(ADAPTERS / "qwen3", ModelFolder(DATA / "qwen3-moe").config)
 
 
 def test_nothing_is_overwritten(tmp_path):

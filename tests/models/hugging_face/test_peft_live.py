@@ -7,7 +7,7 @@ import pytest
 
 from models.hugging_face import MergedParams, ModelFolder, write, write_adapter
 from tests.models.hugging_face.folders import DATA
-from tests.models.hugging_face.test_adapter_folder import ADAPTERS, FAMILIES, adapter
+from tests.models.hugging_face.test_adapter_folder import FAMILIES, adapter, expected_of
 from tests.models.hugging_face.test_reading import loaded
 
 torch = pytest.importorskip("torch")
@@ -24,7 +24,7 @@ def model_of(folder):
 
 
 def assert_logits(model, name):
-    expected = np.load(ADAPTERS / name / "expected.npz")
+    expected = expected_of(name)
     with torch.no_grad():
         logits = model(torch.from_numpy(expected["tokens"]).long()).logits.numpy()
     # Both are float32.
