@@ -52,6 +52,8 @@ class Export:
     """A directory of checkpoints, or one step_N in it."""
     directory: Annotated[str, tyro.conf.Positional]
     """The folder to make."""
+    adapter: str | None = None
+    """Folder of low-rank adapters, as PEFT saves it, to merge into the weights."""
     dtype: Dtype | None = None
     """Dtype of the tensors; default: that in which they were imported, or else float32."""
     max_shard_gigabytes: float = 2.0
@@ -147,7 +149,7 @@ def run_export(command: Export) -> None:
     """Reads the parameters of a checkpoint and writes a folder."""
     from models.checkpoint.saved_checkpoint import find_checkpoint
     from models.generation import Generator
-    from models.hugging_face import write
+    from models.hugging_face import AdapterFolder, MergedParams, write
     from models.hugging_face.writing import CONFIG, ORIGIN, check_empty
 
     if not _SMALLEST_SHARD <= command.max_shard_gigabytes < math.inf:
@@ -161,9 +163,12 @@ def run_export(command: Export) -> None:
     # A vocabulary that was saved cannot be padded any more.
     if config.padded_vocabulary_size is None:
         config = dataclasses.replace(config, padded_vocabulary_size=config.vocabulary_size)
+    adapter = None if command.adapter is None else AdapterFolder(command.adapter, config)
     mesh = _mesh(config, command.devices)
     model = Generator(config, mesh=mesh, dtype=saved.params_dtype())
     params = saved.restore_params(model.abstract_params)
+    if adapter is not None:
+        params = MergedParams(params, adapter)
     origin = saved.path.parent / ORIGIN
     write(
         command.directory,

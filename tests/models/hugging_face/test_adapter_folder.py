@@ -1,0 +1,195 @@
+"""Adapters that PEFT wrote are read, merged and written as PEFT itself does it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models.hugging_face import AdapterFolder, MergedParams, ModelFolder, write, write_adapter
+from models.hugging_face.peft_config import read_peft_config, write_peft_config
+from models.hugging_face.tensor_names import tensors
+from tests.models.hugging_face.folders import DATA
+from tests.models.hugging_face.test_reading import loaded, logits_of
+from tests.models.hugging_face.test_writing import assert_same
+from tests.models.hugging_face.test_writing import commands as commands
+
+ADAPTERS = DATA.parent / "peft_adapters"
+FAMILIES = sorted(folder.name for folder in ADAPTERS.iterdir() if folder.is_dir())
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def adapter(name: str) -> AdapterFolder:
+    return AdapterFolder(ADAPTERS / name, ModelFolder(DATA / name).config)
+
+
+def expected_of(name: str) -> dict[str, np.ndarray]:
+    """The tokens and the logits that PEFT computed."""
+    with np.load(ADAPTERS / name / "expected.npz") as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_merged_logits_are_those_of_peft(name, devices):
+    generator, params = loaded(name, devices)
+    expected = expected_of(name)
+    merged = dict(MergedParams(params, adapter(name)))
+    assert all(merged[path].sharding == params[path].sharding for path in params)
+    computed = logits_of(generator, merged, expected["tokens"])
+    scale = np.max(np.abs(expected["logits"]))
+    # Both are float32, of a few hundred terms. The adapter changes far more.
+    assert np.max(np.abs(computed - expected["logits"])) < 1e-4 * scale
+    base = logits_of(generator, params, expected["tokens"])
+    assert np.max(np.abs(base - expected["logits"])) > 1e-2 * scale
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_and_out_is_bit_for_bit_the_same(tmp_path, name):
+    model, given = ModelFolder(DATA / name).config, adapter(name)
+    write_adapter(tmp_path / "out", model, given.config, given.params)
+    ours, theirs = (load_file(folder / WEIGHTS) for folder in (tmp_path / "out", ADAPTERS / name))
+    assert ours.keys() == theirs.keys()
+    for key, values in theirs.items():
+        assert ours[key].dtype == values.dtype
+        assert ours[key].tobytes() == values.tobytes(), key
+    again = AdapterFolder(tmp_path / "out", model)
+    assert (again.config, again.scales) == (given.config, given.scales)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_merged_export_is_rounded_once(tmp_path, name):
+    folder, given = ModelFolder(DATA / name), adapter(name)
+    _, params = loaded(name, 2)
+    write(tmp_path / "out", folder.config, MergedParams(params, given), dtype="bfloat16")
+    written = ModelFolder(tmp_path / "out")
+    for path, tensor in tensors(folder.config):
+        whole = [slice(None)] * len(tensor.shape)
+        stored, found = (each.read(tensor.name, whole) for each in (folder, written))
+        if path not in given.scales:
+            np.testing.assert_array_equal(found, stored.astype(found.dtype))
+            continue
+        base = stored.astype(np.float64)
+        a, b = (given.params[path.replace("kernel", end)] for end in ("lora_a", "lora_b"))
+        base += given.scales[path] * (a.astype(np.float64) @ b.astype(np.float64)).T
+        error = np.abs(found.astype(np.float64) - base)
+        # One rounding to 8 bits of mantissa; float32 before it adds 1e-6 where terms cancel.
+        assert np.all(error <= 2.0**-8 * np.abs(base) + 1e-6), tensor.name
+
+
+def test_the_export_command_merges(commands, tmp_path):
+    checkpoint, out, expected = (tmp_path / name for name in ("checkpoint", "out", "expected"))
+    commands(["import", str(DATA / "llama3"), str(checkpoint)])
+    commands(["export", str(checkpoint), str(out), "--adapter", str(ADAPTERS / "llama3")])
+    _, params = loaded("llama3", 1)
+    folder = ModelFolder(DATA / "llama3")
+    merged = MergedParams(params, adapter("llama3"))
+    write(expected, folder.config, merged, dtype="bfloat16")
+    assert_same(ModelFolder(out), ModelFolder(expected))
+
+
+def test_models_with_experts_are_refused():
+    with pytest.raises(ValueError, match="experts are not supported"):
+        AdapterFolder(ADAPTERS / "qwen3", ModelFolder(DATA / "qwen3-moe").config)
+
+
+def test_nothing_is_overwritten(tmp_path):
+    model, given = ModelFolder(DATA / "qwen3").config, adapter("qwen3")
+    (tmp_path / "notes.txt").write_text("kept")
+    with pytest.raises(ValueError, match="is not empty"):
+        write_adapter(tmp_path, model, given.config, given.params)
+    assert (tmp_path / "notes.txt").read_text() == "kept"
+
+
+VALUES = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"peft_type": "IA3"},
+        {"task_type": "SEQ_CLS"},
+        {"bias": "all"},
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"layers_to_transform": 0},
+        {"layers_to_transform": [1]},
+        {"exclude_modules": ["k_proj"]},
+        {"fan_in_fan_out": True},
+        {"init_lora_weights": "pissa"},
+        {"a_key_of_tomorrow": 1},
+        {"r": 0},
+        {"r": True},
+        {"lora_alpha": -1},
+        {"lora_dropout": 1.0},
+        {"use_rslora": 1},
+        {"target_modules": None},
+        {"target_modules": "("},
+        {"rank_pattern": {"q_proj": 0}},
+        {"alpha_pattern": {"(": 1}},
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_its_key(change):
+    (key,) = change
+    with pytest.raises(ValueError, match=rf"^{key}="):
+        read_peft_config(VALUES | change)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_configuration_is_written_as_it_is_read(name):
+    config = read_peft_config(json.loads((ADAPTERS / name / CONFIG).read_text()))
+    assert read_peft_config(json.loads(json.dumps(write_peft_config(config)))) == config
+
+
+def test_of_overlapping_patterns_the_first_is_used_and_stays_first(tmp_path):
+    model = ModelFolder(DATA / "qwen3").config
+    patterns = {"q_proj": 2, "layers.1.self_attn.q_proj": 5}
+    config = read_peft_config(VALUES | {"rank_pattern": patterns})
+    query = model.num_heads * model.head_dim
+    params = {}
+    for layer in range(model.num_layers):
+        path = f"layers.{layer}.attention.projection.query"
+        params[f"{path}.lora_a"] = np.ones((model.features, 2), np.float32)
+        params[f"{path}.lora_b"] = np.ones((2, query), np.float32)
+    write_adapter(tmp_path / "out", model, config, params)
+    assert list(AdapterFolder(tmp_path / "out", model).config.rank_pattern) == list(patterns)
+
+
+def changed(folder: Path, change: Any) -> None:
+    shutil.copytree(ADAPTERS / "qwen3", folder)
+    values = load_file(folder / WEIGHTS)
+    change(values)
+    save_file(values, folder / WEIGHTS)
+
+
+KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding_A"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.pop(KEY), "has no base_model"),
+        (lambda values: values.update({KEY: np.zeros((2, 2), np.float32)}), "of shape"),
+        (lambda values: values.update({EMBEDDING: np.zeros((3, 2), np.float32)}), "embedding"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tmp_path, change, message):
+    changed(tmp_path / "bad", change)
+    with pytest.raises(ValueError, match=message):
+        AdapterFolder(tmp_path / "bad", ModelFolder(DATA / "qwen3").config)
+
+
+def test_a_parameter_that_is_not_described_is_not_dropped(tmp_path):
+    model, given = ModelFolder(DATA / "qwen3").config, adapter("qwen3")
+    more = given.params | {"head.lora_a": np.zeros((32, 3), np.float32)}
+    with pytest.raises(ValueError, match=r"head\.lora_a"):
+        write_adapter(tmp_path / "out", model, given.config, more)
+    assert not (tmp_path / "out").exists()
