@@ -71,14 +71,13 @@ class LoraConfig:
     base_format: Literal["rowwise", "blockwise"] | None = None
     """Format in 8 bits of frozen kernels between embedding and head; default: --compute-dtype."""
 
-    def __post_init__(self) -> None:
-        if self.rank is not None:
-            self.adapter  # noqa: B018 - it checks the values
-            self.layers  # noqa: B018
-
     @property
     def adapter(self) -> Lora | None:
-        """The adapter of each target; None without a rank."""
+        """The adapter of each target; None without a rank.
+
+        Raises:
+          ValueError: for a value that `Lora` refuses.
+        """
         if self.rank is None:
             return None
         return Lora(self.rank, self.alpha, self.dropout, self.rslora)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import math
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import get_args
 
 import collective_matmul
 import collective_matmul.layers
-from models.adapters import Training
+from models.adapters import LoraConfig, Training
 from models.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
 from models.hugging_face.chat_template import read_variables
 from models.random_keys import check_seed
@@ -167,8 +168,23 @@ def _check_blocks(config: Config, sizes: MeshSizes) -> None:
             )
 
 
+def _check_adapters(lora: LoraConfig) -> None:
+    """Raises ValueError for a value that adapters cannot have, or that none would use."""
+    if lora.rank is not None and lora.rank > _LARGEST:
+        raise ValueError(f"lora.rank={lora.rank}: expected at most {_LARGEST}")
+    checked = dataclasses.replace(lora, rank=1 if lora.rank is None else lora.rank)
+    checked.adapter  # noqa: B018 - it checks the values
+    checked.layers  # noqa: B018
+    if lora.rank is not None:
+        return
+    for name, value in dataclasses.asdict(lora).items():
+        if value != getattr(LoraConfig(), name):
+            raise ValueError(f"lora.{name}={value!r}: expected lora.rank too; add --lora.rank")
+
+
 def _check_frozen(config: Config, sizes: MeshSizes) -> None:
     """Raises ValueError for what a run that trains only some parameters cannot do."""
+    _check_adapters(config.lora)
     training, base = Training(config.lora, config.freeze), config.lora.base_format
     if base is not None and (config.lora.rank is None or config.fp8 not in (None, base)):
         raise ValueError(

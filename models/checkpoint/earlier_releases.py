@@ -31,6 +31,16 @@ NEW_FIELDS: dict[str, Any] = {
     # A loss in chunks is the same up to rounding.
     "loss_chunk": None,
     "context_attention": "auto",
+    "freeze": "",
+    "lora": {
+        "rank": None,
+        "alpha": 16.0,
+        "dropout": 0.0,
+        "targets": "all-linear",
+        "rslora": False,
+        "train": "",
+        "base_format": None,
+    },
 }
 #: The same of `models.config.LlamaConfig`.
 NEW_MODEL_FIELDS: dict[str, Any] = {

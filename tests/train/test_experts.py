@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jax.sharding import use_abstract_mesh
 from rich.console import Console
 
 from collective_matmul import record_decisions
@@ -241,11 +242,13 @@ def test_a_checkpoint_restores_with_experts_on_other_axes(tmp_path: Path):
 @pytest.mark.parametrize("scan_layers", [0, 1])
 def test_devices_of_experts_are_no_replicas_of_them(changes, spec, gathered, replicas, scan_layers):
     config = dataclasses.replace(RUN, scan_layers=scan_layers, **changes)
-    model = ModelFunctions(config, MeshSizes(2, 2, 2))
+    sizes = MeshSizes(2, 2, 2)
+    model = ModelFunctions(config, sizes)
     name = "layers.experts.w_up" if scan_layers else "layers.0.experts.w_up"
     assert P(*model.specs[name][scan_layers:]) == spec
     assert model.sharded_dimensions.get(name) == gathered
-    assert replica_axes(model.specs[name]) == replicas
+    with use_abstract_mesh(make_abstract_mesh(sizes)):
+        assert replica_axes(model.specs[name]) == replicas
     # They stay where they are, or are gathered.
     assert name not in model.whole_matrices or (gathered is None and "fsdp" not in spec)
     router = name.replace("w_up", "router.kernel")
@@ -301,7 +304,7 @@ def test_sizes_that_are_left_open_divide_the_experts(mesh, changes, expected):
     experts = changes.pop("num_experts", 8)
     model = dataclasses.replace(MODEL, num_experts=experts)
     config = dataclasses.replace(RUN, model=model, mesh=mesh, **changes)
-    assert mesh_sizes(config, 8) == expected
+    assert mesh_sizes(config, 8) == MeshSizes(*expected)
 
 
 def test_memory_has_room_for_the_worst_case_of_a_router():
