@@ -29,7 +29,7 @@ from collective_matmul import (
 from collective_matmul import layers as collective
 from collective_matmul.layers import RouterStatistics
 from models import plain, rotary, vocabulary
-from models.adapters import Training
+from models.adapters import Training, set_dropout
 from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
 from models.chunked_loss import loss_in_chunks
 from models.config import LlamaConfig
@@ -402,11 +402,15 @@ class Llama(nnx.Module):
           them those of all, and `sum_over_layers` those that Hugging Face's balancing loss is of.
           None for a model without experts.
         """
-        x, statistics, weights = self._hidden(tokens, document_lengths, gathered)
+        x, statistics, weights = self._hidden(tokens, document_lengths, gathered, None)
         return self._logits(x, weights), statistics
 
     def _hidden(
-        self, tokens: jax.Array, document_lengths: jax.Array | None, gathered: nnx.State | None
+        self,
+        tokens: jax.Array,
+        document_lengths: jax.Array | None,
+        gathered: nnx.State | None,
+        dropout_key: jax.Array | None,
     ) -> tuple[jax.Array, RouterStatistics | None, nnx.State]:
         """The input of the head [B, s, features], the statistics of the routers, and the weights
         of the head and of the embedding."""
@@ -420,7 +424,8 @@ class Llama(nnx.Module):
         embedding = self._weights(_select(parameters, "embedding"), gathered, whole=whole)
         x = self._embed(tokens, embedding)
         x = x, no_statistics(self.config, x)
-        (x, statistics), weights = self._apply_blocks(x, documents, parameters, gathered)
+        arguments = parameters, gathered, dropout_key
+        (x, statistics), weights = self._apply_blocks(x, documents, *arguments)
         norm: Any = nnx.merge(nnx.graphdef(self.norm), weights["norm"])
         names = ["embedding"] if self.head is None else ["head"]
         return norm(x), statistics, _select(embedding | weights, *names)
@@ -472,6 +477,7 @@ class Llama(nnx.Module):
         documents: Documents | None,
         parameters: nnx.State,
         gathered: nnx.State | None,
+        dropout_key: jax.Array | None,
     ) -> tuple[Stream, nnx.State]:
         """The residual stream after all blocks, and the weights of what follows: norm and head, or
         the embedding where it is gathered again."""
@@ -483,8 +489,11 @@ class Llama(nnx.Module):
         block: Any = self.layers if self.scan_layers else self.layers[0]
         graph = nnx.graphdef(block)
 
-        def apply(weights: nnx.State, x: Stream, documents: Documents | None) -> Stream:
+        def apply(
+            weights: nnx.State, x: Stream, documents: Documents | None, key: Any = None
+        ) -> Stream:
             block: Any = nnx.merge(graph, weights)
+            set_dropout(block, key)
             y, statistics = block(x[0], documents)
             return y, with_statistics_of(x[1], statistics)
 
@@ -493,8 +502,10 @@ class Llama(nnx.Module):
         loop, own = self._loop(parameters)
         others = None if gathered is None else self._loop(gathered)[1]
         if self.freezes:
-            # JAX's own derivative computes nothing for what is not differentiated.
-            return loop.applied(apply, own, x, documents), self._weights(last, gathered)
+            # JAX's own derivative computes nothing for what is not differentiated. Keys are
+            # arguments, so what is computed again has the same masks.
+            x = loop.applied(apply, own, _keys(dropout_key, loop.count), x, documents)
+            return x, self._weights(last, gathered)
         if self.scan_layers or use is not None:
             waiting: dict[str, Any] = {}
             if gathers_blocks:
@@ -525,12 +536,15 @@ class Llama(nnx.Module):
         targets: jax.Array,
         document_lengths: jax.Array | None = None,
         gathered: nnx.State | None = None,
+        dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Cross-entropy of each target in nats: int32 [B, S] and [B, S] -> float32 [B, S].
 
-        The other arguments are those of a call.
+        The other arguments are those of a call, and the random key of the adapters' dropout; None
+        for no dropout. Devices with sequences of their own have keys of their own.
         """
-        return self.loss_and_statistics(tokens, targets, document_lengths, gathered)[0]
+        options = document_lengths, gathered, dropout_key
+        return self.loss_and_statistics(tokens, targets, *options)[0]
 
     def loss_and_statistics(
         self,
@@ -538,10 +552,11 @@ class Llama(nnx.Module):
         targets: jax.Array,
         document_lengths: jax.Array | None = None,
         gathered: nnx.State | None = None,
+        dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterStatistics | None]:
         """`loss`, without any loss of the routers, and the statistics that these are made of: see
         `logits_and_statistics`."""
-        x, statistics, weights = self._hidden(tokens, document_lengths, gathered)
+        x, statistics, weights = self._hidden(tokens, document_lengths, gathered, dropout_key)
         if not self._loss_in_chunks(tokens.shape[1]):
             return self._cross_entropy(weights, x, targets), statistics
         assert self.loss_chunk is not None
@@ -563,6 +578,11 @@ def _hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ..
     """Names of backends as a module can hold them."""
     is_sequence = not isinstance(implementation, str | None)
     return tuple(implementation) if is_sequence else implementation
+
+
+def _keys(key: jax.Array | None, count: int) -> jax.Array | None:
+    """A random key for each block."""
+    return None if key is None else jax.random.split(key, count)
 
 
 def _of_rows(options: dict[str, Any]) -> dict[str, Any]:

@@ -212,8 +212,6 @@ def _check_frozen(config: Config, sizes: MeshSizes) -> None:
          "the plain layers have no adapters and no frozen kernels; choose auto"),
         (config.model.num_experts, f"model.num_experts={config.model.num_experts}",
          "models with experts are trained whole"),
-        (config.lora.rank and config.lora.dropout, f"lora.dropout={config.lora.dropout}",
-         "the trainer draws no random numbers in a step; leave it out"),
         (config.lora.rank and config.optimizer.kind == "muon", "optimizer.kind='muon'",
          "adapters are updated by adamw"),
         (config.eval_only, "eval_only",

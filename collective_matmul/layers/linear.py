@@ -161,7 +161,9 @@ class _ParallelLinear(nnx.Module):
         self.lora_a = _param(a, (over_axis[0], ()), nnx.LoRAParam)
         self.lora_b = _param(b, ((), over_axis[1]), nnx.LoRAParam)
         if lora.dropout:
-            self.lora_dropout = nnx.Dropout(lora.dropout, rngs=rngs)
+            # Other sources of keys are of initial parameters alone: a model sets those of dropout.
+            own = rngs if isinstance(rngs, nnx.Rngs) else None
+            self.lora_dropout = nnx.Dropout(lora.dropout, rngs=own)
 
     def _adapter(self) -> Adapter | None:
         """The adapter of a call, with B as [r, *out_features]; None without one."""
@@ -170,6 +172,12 @@ class _ParallelLinear(nnx.Module):
         key = None
         if self.lora.dropout and not self.lora_dropout.deterministic:
             rngs: Any = self.lora_dropout.rngs
+            if rngs is None:
+                raise ValueError(
+                    f"lora.dropout={self.lora.dropout}: the layer was made without nnx.Rngs and"
+                    " has no random keys; set lora_dropout.rngs to a function that returns one, or"
+                    " call model.eval()"
+                )
             key = rngs()
         return self.adapter_of(self.lora_a[...], self.lora_b[...], self.lora, key)
 

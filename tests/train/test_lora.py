@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
 
@@ -15,9 +17,9 @@ from models.checkpoint.saved_checkpoint import find_checkpoint
 from train.command_line import main, parse
 from train.config import MeshSizes
 from train.memory import abstract_batch
-from train.mesh import make_abstract_mesh
+from train.mesh import make_abstract_mesh, make_mesh
 from train.optimizer import make_optimizer
-from train.state import ModelFunctions, state_on_mesh
+from train.state import ModelFunctions, init_state, state_on_mesh
 from train.step import sharded_step
 
 MODEL = shlex.split(
@@ -25,7 +27,7 @@ MODEL = shlex.split(
     " --batch-size 4 --compute-dtype float32 --log-interval 1 --optimizer.warmup-steps 1"
     " --optimizer.learning-rate 0.02 --mesh.tensor 2 --mesh.data 2 --steps 4 --overlap xla"
 )
-LORA = shlex.split("--lora.rank 8 --lora.train layers.*norm.scale")
+LORA = shlex.split("--lora.rank 8 --lora.train layers.*norm.scale --lora.dropout 0.1")
 
 
 def losses(output: str) -> list[str]:
@@ -97,6 +99,36 @@ def test_no_array_has_the_shape_of_a_kernel_gradient(scan: str):
     assert made and not local & set(made)
     moments = jax.tree.leaves(state["opt_state"])
     assert len(moments) < 3 * len(model.abstract_params) + 3
+
+
+@pytest.mark.exhaustive  # Two steps are compiled.
+def test_what_is_computed_again_has_the_same_dropout():
+    flags = [*MODEL, "--lora.rank", "5", "--lora.dropout", "0.5", "--scan-layers", "1"]
+    flags += ["--lora.train", "embedding", "--gradient-accumulation-steps", "2"]
+    of_step, computed_again = updates(flags), updates([*flags, "--remat", "full"])
+    kept, again, other = of_step(3), computed_again(3), of_step(4)
+    for name, gradient in kept.items():
+        # B is zero, and so is what its gradient would have passed on to A.
+        if not name.endswith("lora_a"):
+            assert np.any(gradient != other[name]), name
+        np.testing.assert_allclose(gradient, again[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def updates(flags: list[str]) -> Callable[[int], dict[str, np.ndarray]]:
+    """The updates by gradient descent of a batch, the same in each step, by number of the step."""
+    config, sizes = parse(flags), MeshSizes(2, 1, 2)
+    model, optimizer, mesh = ModelFunctions(config, sizes), optax.sgd(1.0), make_mesh(sizes)
+    state = init_state(model, optimizer, mesh)
+    before = jax.tree.map(np.asarray, state["params"])
+    tokens = jax.random.randint(jax.random.key(0), (4, 16), 0, 256)
+    batch = {"inputs": tokens, "targets": tokens}
+    step = jax.jit(sharded_step(config, model, optimizer, mesh))
+
+    def of_step(number: int) -> dict[str, np.ndarray]:
+        after, _ = step({**state, "step": state["step"] + number}, batch)
+        return {name: before[name] - after["params"][name] for name in before}
+
+    return of_step
 
 
 def equations(jaxpr):
