@@ -205,9 +205,6 @@ def _check_frozen(config: Config, sizes: MeshSizes) -> None:
     for refused, what, advice in (
         (config.lora.rank and config.freeze, f"freeze={config.freeze!r}",
          "adapters freeze all but themselves and --lora.train; leave out --freeze"),
-        (config.zero, f"zero={config.zero}",
-         "what is trained is small, and frozen weights are divided over tensor alone; leave out"
-         " --zero"),
         (config.overlap.startswith("rewrite"), f"overlap={config.overlap!r}",
          "the plain layers have no adapters and no frozen kernels; choose auto"),
         (config.model.num_experts, f"model.num_experts={config.model.num_experts}",

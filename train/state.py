@@ -109,11 +109,12 @@ class ModelFunctions:
         self.fp8_scopes = scopes(config.fp8, config.fp8_layers.split(","))
         self.accumulates = config.gradient_accumulation_steps > 1
         self.stacks_layers = config.scan_layers > 0
+        self.freezes = training.freezes
         self.zero = config.zero if sizes.weight_shards > 1 else 0
         # A shard in 8 bits is of one axis.
         self.quantizes_shards = self.zero == 3 and self.fp8 is not None and sizes.context == 1
         self.gathers: Gathers | None = None
-        if self.zero == 3:
+        if self.zero == 3 and not self.freezes:
             self.gathers = _gathers(config, sizes, local_devices)
         self._graph, abstract = nnx.split(nnx.eval_shape(build))
         self._variables = {_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(abstract)}
@@ -140,7 +141,6 @@ class ModelFunctions:
     def _set_frozen_apart(self, training: Training) -> None:
         """Moves what is not trained from the parameters to `frozen_params`."""
         training.check(self.abstract_params)
-        self.freezes = training.freezes
         frozen = {n for n in self.abstract_params if not training.trains(n)}
         if len(frozen) == len(self.abstract_params):
             raise ValueError(f"freeze={training.freeze!r}: matches all parameters; train some")
@@ -202,7 +202,8 @@ class ModelFunctions:
     def _shard_weights(self, config: Config, sizes: MeshSizes) -> None:
         """Shards the parameters over the fsdp axis too."""
         shards = shard_axes_of(sizes)
-        for name in sorted(self.matrices):
+        training = Training(config.lora, config.freeze)
+        for name in sorted(filter(training.trains, self.matrices)):
             leaf, stacked = self.abstract_params[name], self._stacked(name)
             spec = self.specs[name]
             if is_expert(name):
@@ -217,9 +218,8 @@ class ModelFunctions:
                 self.sharded_dimensions[name] = dimension
         if not self.sharded_dimensions:
             raise ValueError(
-                f"mesh.fsdp={sizes.fsdp}{_and_context(sizes)}: divides no matrix of the model;"
-                " choose a divisor of"
-                f" model.features={config.model.features}"
+                f"mesh.fsdp={sizes.fsdp}{_and_context(sizes)}: divides no matrix of the model that"
+                f" is trained; choose a divisor of model.features={config.model.features}"
             )
 
     def _stacked(self, name: str) -> int:
@@ -228,11 +228,11 @@ class ModelFunctions:
 
     @property
     def whole_matrices(self) -> dict[str, int]:
-        """The parameters that the fsdp axis does not divide, and which stay whole: the number of
+        """The trained parameters that the fsdp axis does not divide, which stay whole: the number of
         matrices of each, which is that of the layers if they are stacked."""
         whole = {
             name
-            for name in self.matrices - self.sharded_dimensions.keys()
+            for name in self.matrices & self.specs.keys() - self.sharded_dimensions.keys()
             if sharded_dimension(self.specs[name], "fsdp") is None
         }
         return {

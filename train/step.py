@@ -40,7 +40,7 @@ from train.state import (
     Weights,
     state_specs,
 )
-from train.zero import gathered_weights, summed_gradients, variables
+from train.zero import gathered_weights, summed_gradients, variables, whole_trained
 
 Metrics = dict[str, jax.Array]
 #: The loss of this device's targets, the statistics of routers on its tokens, and gradients.
@@ -163,7 +163,7 @@ def losses(
     state = None if gathered is None else model.model_state(gathered)
     documents = batch.get("document_lengths")
     inputs, targets = batch["inputs"], batch["targets"]
-    llama = model.merge(variables)
+    llama = model.merge(whole_trained(model, variables))
     each, statistics = llama.loss_and_statistics(inputs, targets, documents, state, dropout_key)
     return each if "answers" not in batch else each * batch["answers"], statistics
 
