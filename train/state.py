@@ -114,8 +114,9 @@ class ModelFunctions:
         # A shard in 8 bits is of one axis.
         self.quantizes_shards = self.zero == 3 and self.fp8 is not None and sizes.context == 1
         self.gathers: Gathers | None = None
-        if self.zero == 3 and not self.freezes:
-            self.gathers = _gathers(config, sizes, local_devices)
+        if self.zero == 3:
+            gathers = _gathers_frozen if self.freezes else _gathers
+            self.gathers = gathers(config, sizes, local_devices)
         self._graph, abstract = nnx.split(nnx.eval_shape(build))
         self._variables = {_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(abstract)}
         self.abstract_params = {
@@ -203,7 +204,9 @@ class ModelFunctions:
         """Shards the parameters over the fsdp axis too."""
         shards = shard_axes_of(sizes)
         training = Training(config.lora, config.freeze)
-        for name in sorted(filter(training.trains, self.matrices)):
+        for name in sorted(self.matrices):
+            if not training.trains(name) and not self.gathered_by_layers(name):
+                continue  # What is whole wherever it is used stays so.
             leaf, stacked = self.abstract_params[name], self._stacked(name)
             spec = self.specs[name]
             if is_expert(name):
@@ -222,14 +225,22 @@ class ModelFunctions:
                 f" is trained; choose a divisor of model.features={config.model.features}"
             )
 
+    def gathered_by_layers(self, name: str) -> bool:
+        """Whether layers take shards of a parameter that the fsdp axis shards."""
+        if self.gathers != "matmuls" or is_adapter(name):
+            return False
+        if name == "head.kernel":  # In chunks it is used several times.
+            return loss_chunk(self._config, self._sizes) is None
+        return name != "embedding" or not self._config.model.tied_head
+
     def _stacked(self, name: str) -> int:
         """The number of dimensions of a parameter that count layers: 1 if they are stacked."""
         return int(self.stacks_layers and name.startswith("layers."))
 
     @property
     def whole_matrices(self) -> dict[str, int]:
-        """The trained parameters that the fsdp axis does not divide, which stay whole: the number of
-        matrices of each, which is that of the layers if they are stacked."""
+        """The trained parameters that the fsdp axis does not divide, which stay whole: the number
+        of matrices of each, which is that of the layers if they are stacked."""
         whole = {
             name
             for name in self.matrices & self.specs.keys() - self.sharded_dimensions.keys()
@@ -522,6 +533,28 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
     within_process = local_devices is None or sizes.fsdp * sizes.tensor <= local_devices
     possible = divides and not replicated and not narrower and within_process
     return "matmuls" if possible and config.overlap in ("auto", "rewrite-jit") else "blocks"
+
+
+def _gathers_frozen(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gathers:
+    """Where weights are gathered beside which others are frozen: in matmuls, whose backward gathers
+    them again.
+
+    Raises:
+      ValueError: if matmuls cannot gather them.
+    """
+    if config.weight_gather != "blocks":
+        try:
+            return _gathers(
+                dataclasses.replace(config, weight_gather="matmuls"), sizes, local_devices
+            )
+        except ValueError as error:
+            reason = str(error).partition(": ")[2].partition("; ")[0]
+    else:
+        reason = "--weight-gather is blocks"
+    raise ValueError(
+        f"zero=3: frozen weights are gathered by the matmuls that use them, and {reason}; choose"
+        " --zero 1, which shards what is trained"
+    )
 
 
 def _and_context(sizes: MeshSizes) -> str:

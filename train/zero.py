@@ -17,8 +17,10 @@ sums and scatters those of each block as soon as they are there, while it goes o
 accumulation, what the table does not say of each backward is done once per step. The functions here
 are for use inside a `shard_map` over the mesh.
 
-Where some parameters are frozen, every level does the same: what is trained is gathered in float32
+Where some parameters are frozen, levels 1 and 2 do the same: what is trained is gathered in float32
 by each forward, and each backward scatters its gradients; frozen weights are not sharded over fsdp.
+With level 3 kernels are, frozen or not, and each matmul gathers its own, frozen ones in the dtype
+or format in which they are stored.
 """
 
 from __future__ import annotations
@@ -60,9 +62,13 @@ def gathered_weights(model: ModelFunctions, params: Params) -> Weights | None:
 def whole_trained(model: ModelFunctions, params: Params) -> Params:
     """Local parameters beside frozen ones, gathered over fsdp in float32. They are few. Where this
     is differentiated, JAX scatters their gradients."""
-    dimensions = model.sharded_dimensions if model.freezes else {}
+    if not model.freezes:
+        return params
+    dimensions = model.sharded_dimensions
     return {
-        name: gather(leaf, dimensions[name], "float32") if name in dimensions else leaf
+        name: gather(leaf, dimensions[name], "float32")
+        if name in dimensions and name in model.specs and not model.gathered_by_layers(name)
+        else leaf
         for name, leaf in params.items()
     }
 
@@ -123,7 +129,11 @@ def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> li
     where = " × ".join(f"{axis}={sizes.by_axis[axis]}" for axis in shard_axes_of(sizes))
     lines = [f"zero={model.zero}: {what} are sharded over {where}"]
     if model.freezes:
-        lines[0] += ", of what is trained; each of these devices has the frozen weights"
+        lines[0] += ", of what is trained"
+        frozen = "each of these devices has the frozen weights"
+        if model.zero == 3:
+            frozen = "frozen kernels are sharded too, and gathered by each matmul"
+        lines.append(frozen)
     elif model.zero == 3:
         how = "block by block, one block ahead"
         if model.gathers == "matmuls" or config.overlap == "rewrite-jit":
