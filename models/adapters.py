@@ -37,8 +37,8 @@ TARGETS = (
     "feed_forward.up",
     "feed_forward.down",
 )
-#: What Hugging Face and PEFT call them.
-_OTHER_NAMES = {
+#: The same by what Hugging Face and PEFT call them.
+MODULES = {
     "q_proj": "attention.projection.query",
     "k_proj": "attention.projection.key",
     "v_proj": "attention.projection.value",
@@ -95,10 +95,10 @@ class LoraConfig:
         """
         found: set[str] = set()
         for name in filter(None, map(str.strip, self.targets.split(","))):
-            path = "*" if name == ALL_LINEAR else _OTHER_NAMES.get(name, name)
+            path = "*" if name == ALL_LINEAR else MODULES.get(name, name)
             matched = fnmatch.filter(TARGETS, path)
             if not matched:
-                names = ", ".join((ALL_LINEAR, *_OTHER_NAMES, *TARGETS))
+                names = ", ".join((ALL_LINEAR, *MODULES, *TARGETS))
                 raise ValueError(f"lora.targets={name!r}: matches none of the layers {names}")
             found.update(matched)
         if not found:

@@ -211,8 +211,6 @@ def _check_frozen(config: Config, sizes: MeshSizes) -> None:
          "models with experts are trained whole"),
         (config.lora.rank and config.optimizer.kind == "muon", "optimizer.kind='muon'",
          "adapters are updated by adamw"),
-        (config.eval_only, "eval_only",
-         "it evaluates whole models; give the run that trains --eval-data"),
     ):  # fmt: skip
         if refused:
             raise ValueError(f"{what}: not with {which}: {advice}")

@@ -221,6 +221,27 @@ def test_adapters_learn_beside_kernels_in_8_bits(tmp_path: Path, capsys):
     assert losses(capsys.readouterr().out) == whole[2:]
 
 
+@pytest.mark.exhaustive
+def test_the_evaluation_of_a_checkpoint_is_that_of_its_run(tmp_path: Path, capsys):
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("Some text that was held out. " * 8)
+    run = ["--checkpoint-dir", str(tmp_path / "run"), "--eval-data", str(held_out)]
+    main([*MODEL, *LORA, *run, "--steps", "2"])
+    of_run = capsys.readouterr().out
+    # The adapters, and what else is trained, are those of the checkpoint.
+    arguments = [*MODEL, *run, "--eval-only"]
+    main(arguments)
+    pattern = r"held-out loss (\S+), perplexity"
+    assert re.findall(pattern, capsys.readouterr().out) == re.findall(pattern, of_run)[-1:]
+    for flags, reason in (
+        (["--seed", "1"], "other weights than those that the checkpoint's adapters"),
+        (["--lora.rank", "3"], "the checkpoint was trained with LoraConfig(rank=8"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*arguments, *flags])
+        assert reason in " ".join(capsys.readouterr().err.split())
+
+
 def test_what_is_frozen_by_name_does_not_change(tmp_path: Path, capsys):
     main([*MODEL, "--freeze", "embedding,layers.attention.*", "--checkpoint-dir", str(tmp_path)])
     output = capsys.readouterr().out
