@@ -209,7 +209,7 @@ def _export_adapter(command: Export, saved: Any, config: LlamaConfig, lora: Lora
 def run_generate(command: Generate) -> None:
     """Reads a folder and answers prompts."""
     from models.generation import Generator, Sampling
-    from models.generation.adapters import adapters_in_common
+    from models.generation.adapter_params import adapters_in_common
     from models.generation.text import answer
     from models.hugging_face import ModelFolder, load
     from models.hugging_face.chat_template import read_variables

@@ -10,7 +10,7 @@ Recomputation in Large Transformer Models", 2022.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -18,10 +18,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collective_matmul import (
-    ATTENTION_CHECKPOINT_NAME,
-    CHECKPOINT_NAME,
-    HIDDEN_CHECKPOINT_NAME,
-    SCALE_CHECKPOINT_NAME,
     all_gather_matmul,
     context_attention,
     dot_product_attention,
@@ -38,9 +34,9 @@ from models.experts import ExpertPlacement, make_experts, no_statistics, with_st
 from models.fp8_layers import DEFAULT_FP8_LAYERS, of_layer, recipes
 from models.norm import RMSNorm
 from models.parameter_use import ParameterUse, Unchanged, arrays_of, used
+from models.rematerialization import Remat, rematerialize
 from models.stacked_blocks import Keys, stack_blocks
 
-Remat = Literal["none", "dots", "full"]
 #: The residual stream [B, s, features], and the statistics of all routers that it has passed.
 Stream = tuple[jax.Array, RouterStatistics | None]
 
@@ -593,15 +589,3 @@ def _of_rows(options: dict[str, Any]) -> dict[str, Any]:
 def _select(state: nnx.State, *names: str) -> nnx.State:
     """Parts of a state."""
     return nnx.State({name: state[name] for name in names})
-
-
-def rematerialize(fun: Callable, remat: Remat) -> Callable:
-    """A function whose backward recomputes what `remat` says, as in `Llama`."""
-    if remat == "none":
-        return fun
-    results = (
-        CHECKPOINT_NAME, HIDDEN_CHECKPOINT_NAME, plain.CHECKPOINT_NAME, ATTENTION_CHECKPOINT_NAME
-    )  # fmt: skip
-    results = results if remat == "dots" else ()
-    policy = jax.checkpoint_policies.save_only_these_names(SCALE_CHECKPOINT_NAME, *results)
-    return jax.checkpoint(fun, policy=policy)

@@ -18,7 +18,7 @@ from collective_matmul import overlap_jit
 from models.adapters import LoraConfig, Training, is_adapter
 from models.config import LlamaConfig
 from models.generation import decoder
-from models.generation.adapters import AdapterParams, adapter_params
+from models.generation.adapter_params import AdapterParams, adapter_params
 from models.generation.decoder import Caches
 from models.generation.sampling import Sampling, choose
 from models.llama import Llama

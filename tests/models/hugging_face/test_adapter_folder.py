@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from models.checkpoint.orbax_manager import save_params
 from models.config import LlamaConfig
 from models.generation import Generator
-from models.generation.adapters import adapters_in_common
+from models.generation.adapter_params import adapters_in_common
 from models.generation.generator import make_mesh
 from models.generation.text import answer
 from models.hugging_face import (
@@ -90,7 +90,7 @@ def test_the_generate_command_answers_with_each_adapter_by_name(commands, tmp_pa
     write_adapter(tmp_path / "second", folder.config, config, params)
     second = AdapterFolder(tmp_path / "second", folder.config)
     generator, base = loaded("llama3", 1)
-    options = {"max_new_tokens": 5}
+    options: dict[str, Any] = {"max_new_tokens": 5}
     answers = [
         answer(generator, dict(MergedParams(base, each)), folder, ["Hello"], **options)[0]
         for each in (first, second)

@@ -17,15 +17,17 @@ from models.adapters import KERNEL, LORA_A, LORA_B, TARGETS, LoraConfig, is_adap
 
 
 class AdapterParams(Protocol):
-    """Adapters as `models.hugging_face.AdapterFolder` has them.
+    """Adapters as `models.hugging_face.AdapterFolder` has them."""
 
-    Attributes:
-      params: ``lora_a`` [in, rank] and ``lora_b`` [rank, out], by name.
-      scales: the factor of each adapter's product, by the name of its kernel.
-    """
+    @property
+    def params(self) -> Mapping[str, np.ndarray]:
+        """``lora_a`` [in, rank] and ``lora_b`` [rank, out], by name."""
+        ...
 
-    params: Mapping[str, np.ndarray]
-    scales: Mapping[str, float]
+    @property
+    def scales(self) -> Mapping[str, float]:
+        """The factor of each adapter's product, by the name of its kernel."""
+        ...
 
 
 def adapters_in_common(adapters: Iterable[AdapterParams]) -> LoraConfig | None:
