@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
 import jax
@@ -75,9 +76,12 @@ def _with_weights(config: Config) -> tuple[Config, InitialWeights]:
     if config.eval_data is None:
         raise ValueError("eval_only: expected eval_data too; add --eval-data FILE")
     if config.checkpoint_dir is not None:
-        run = _find(config, "checkpoint_dir")
-        saved = run.configuration()
-        if Training(*_training_of(saved)).freezes:
+        run = None
+        # Else the error is that both are given.
+        with nullcontext() if config.init_from is None else suppress(ValueError):
+            run = _find(config, "checkpoint_dir")
+        saved = {} if run is None else run.configuration()
+        if run is not None and Training(*_training_of(saved)).freezes:
             return _with_training_of(config, saved), run
     if Training(config.lora, config.freeze).freezes:
         raise ValueError(

@@ -27,6 +27,8 @@ MODEL = shlex.split(
     " --batch-size 4 --compute-dtype float32 --log-interval 1 --optimizer.warmup-steps 1"
     " --optimizer.learning-rate 0.02 --mesh.tensor 2 --mesh.data 2 --steps 4 --overlap xla"
 )
+# The default text is that of the Python that runs the tests.
+MODEL += ["--data", str(Path(__file__).parents[2] / "LICENSE")]
 LORA = shlex.split("--lora.rank 8 --lora.train layers.*norm.scale --lora.dropout 0.1")
 
 
