@@ -253,7 +253,7 @@ def test_a_model_learns_a_format_and_is_evaluated_on_its_answers(tmp_path, forma
 
 
 @pytest.mark.exhaustive
-def test_adapters_learn_a_format_and_a_resume_is_exact(tmp_path, format_data):
+def test_adapters_learn_a_format_and_a_resume_is_exact(tmp_path, format_data, capsys):
     # The weights have learnt another format of the same letters.
     others = [question(chr(97 + n), f">{chr(65 + n)}<") for n in range(4)] * 50
     base, run, whole, resumed = (tmp_path / name for name in ("base", "run", "whole", "resumed"))
@@ -267,6 +267,8 @@ def test_adapters_learn_a_format_and_a_resume_is_exact(tmp_path, format_data):
     arguments += ["--lora.rank", "8", "--lora.dropout", "0.05", "--checkpoint-dir", str(run)]
     main([*arguments, "--save-interval", "40", "--log-file", str(whole)])
     curve = losses(whole)
+    go_on = re.findall(r"to go on: .*", capsys.readouterr().out)[-1]
+    assert f"--init-from {base}" in go_on
     # Four numbers of an answer, of which the letter may still be any of four.
     assert curve[0] > 2 and np.mean(curve[-10:]) < np.log(4) / 4 + 0.05
     main([*arguments, "--resume-step", "40", "--log-file", str(resumed)])
