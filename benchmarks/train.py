@@ -29,7 +29,7 @@ from benchmarks.pytorch import TRAINING_NAMES, runner
 from benchmarks.report import Report
 from benchmarks.settings import check_least, check_names
 from models import rotary
-from models.llama import Remat
+from models.rematerialization import Remat
 from train.batches import BATCH_SPEC
 from train.config import Config, MeshConfig, MeshSizes, Zero
 from train.config_checks import check

@@ -13,10 +13,14 @@ the layer, and part of neither parameter.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import jax
+from flax import nnx
 
 from collective_matmul.layers import Lora
 
@@ -33,8 +37,8 @@ TARGETS = (
     "feed_forward.up",
     "feed_forward.down",
 )
-#: What Hugging Face and PEFT call them.
-_OTHER_NAMES = {
+#: The same by what Hugging Face and PEFT call them.
+MODULES = {
     "q_proj": "attention.projection.query",
     "k_proj": "attention.projection.key",
     "v_proj": "attention.projection.value",
@@ -91,10 +95,10 @@ class LoraConfig:
         """
         found: set[str] = set()
         for name in filter(None, map(str.strip, self.targets.split(","))):
-            path = "*" if name == ALL_LINEAR else _OTHER_NAMES.get(name, name)
+            path = "*" if name == ALL_LINEAR else MODULES.get(name, name)
             matched = fnmatch.filter(TARGETS, path)
             if not matched:
-                names = ", ".join((ALL_LINEAR, *_OTHER_NAMES, *TARGETS))
+                names = ", ".join((ALL_LINEAR, *MODULES, *TARGETS))
                 raise ValueError(f"lora.targets={name!r}: matches none of the layers {names}")
             found.update(matched)
         if not found:
@@ -183,6 +187,16 @@ def adapters_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """The paths of ``lora_a`` and ``lora_b`` of each adapted kernel, by that of the kernel."""
     kernels = (name.removesuffix(LORA_A) for name in names if name.endswith(f".{LORA_A}"))
     return {path + KERNEL: (path + LORA_A, path + LORA_B) for path in kernels}
+
+
+def set_dropout(block: nnx.Module, key: jax.Array | None) -> None:
+    """Gives each adapter of a block that has dropout a key of its own, for the calls that follow;
+    with None they have no dropout."""
+    found = [module for _, module in nnx.iter_modules(block) if isinstance(module, nnx.Dropout)]
+    for number, dropout in enumerate(found):
+        dropout.deterministic = key is None
+        own: Any = None if key is None else functools.partial(jax.random.fold_in, key, number)
+        dropout.rngs = own
 
 
 def adapter_json(config: LoraConfig | None) -> dict[str, Any] | None:

@@ -52,8 +52,9 @@ class BlockLoop(Protocol):
         """The number of the block after (offset 1) or before (-1) one; None if there is none."""
         ...
 
-    def applied(self, fun: Callable, blocks: Any, x: Tree, *others: Any) -> Tree:
-        """``x = fun(block, x, *others)`` for each block, with JAX's own derivative."""
+    def applied(self, fun: Callable, blocks: Any, keys: Any, x: Tree, *others: Any) -> Tree:
+        """``x = fun(block, x, *others, key)`` for each block, with JAX's own derivative. `keys` are
+        random keys [count], or None."""
         ...
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, Any]:
@@ -92,11 +93,13 @@ class Unrolled:
         """The number of a neighbour, or None."""
         return number + offset if 0 <= number + offset < self.count else None
 
-    def applied(self, fun: Callable, blocks: Sequence[Tree], x: Tree, *others: Any) -> Tree:
-        """``x = fun(block, x, *others)`` for each block, with JAX's own derivative."""
+    def applied(
+        self, fun: Callable, blocks: Sequence[Tree], keys: Any, x: Tree, *others: Any
+    ) -> Tree:
+        """``x = fun(block, x, *others, key)`` for each block, with JAX's own derivative."""
         fun = jax.jit(fun)
-        for block in blocks:
-            x = fun(block, x, *others)
+        for number, block in enumerate(blocks):
+            x = fun(block, x, *others, None if keys is None else keys[number])
         return x
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, list[Tree]]:
@@ -147,13 +150,14 @@ class Scanned:
         """The number of a neighbour, or of the block itself."""
         return jnp.clip(number + offset, 0, self.count - 1)
 
-    def applied(self, fun: Callable, blocks: Tree, x: Tree, *others: Any) -> Tree:
-        """``x = fun(block, x, *others)`` for each block, with JAX's own derivative."""
+    def applied(self, fun: Callable, blocks: Tree, keys: Any, x: Tree, *others: Any) -> Tree:
+        """``x = fun(block, x, *others, key)`` for each block, with JAX's own derivative."""
 
-        def step(x: Tree, block: Tree) -> tuple[Tree, None]:
-            return fun(block, x, *others), None
+        def step(x: Tree, own: tuple[Tree, Any]) -> tuple[Tree, None]:
+            block, key = own
+            return fun(block, x, *others, key), None
 
-        return lax.scan(step, x, blocks, unroll=self.unroll)[0]
+        return lax.scan(step, x, (blocks, keys), unroll=self.unroll)[0]
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, Tree]:
         """Applies the step to each block.

@@ -7,12 +7,14 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
 import tyro
 from rich.console import Console
 
+from models.adapters import LoraConfig
 from models.config import LlamaConfig, config_from_json
 from models.paths import expanded
 from models.simulated_devices import simulate_devices
@@ -46,7 +48,8 @@ class Import:
 
 @dataclass(frozen=True)
 class Export:
-    """Write a checkpoint's model as a folder that Hugging Face's library loads."""
+    """Write a checkpoint's model as a folder that Hugging Face's library loads, or its low-rank
+    adapters as one that PEFT loads."""
 
     checkpoint: Annotated[str, tyro.conf.Positional]
     """A directory of checkpoints, or one step_N in it."""
@@ -69,6 +72,9 @@ class Generate:
     """Folder with config.json, safetensors files and tokenizer.json."""
     prompt: tuple[str, ...]
     """One or several prompts. The answer to one is printed as it comes."""
+    adapter: tuple[str, ...] = ()
+    """Folders of low-rank adapters, as PEFT saves them, each FOLDER or NAME=FOLDER. They are not
+    merged. With several, each answers under its name."""
     chat: bool = False
     """Prompts are messages of a user, written by the tokenizer's chat template."""
     chat_template_kwargs: str = "{}"
@@ -163,6 +169,10 @@ def run_export(command: Export) -> None:
     # A vocabulary that was saved cannot be padded any more.
     if config.padded_vocabulary_size is None:
         config = dataclasses.replace(config, padded_vocabulary_size=config.vocabulary_size)
+    lora = LoraConfig(**saved.configuration().get("lora", {}))
+    if lora.rank is not None:
+        _export_adapter(command, saved, config, lora)
+        return
     adapter = None if command.adapter is None else AdapterFolder(command.adapter, config)
     mesh = _mesh(config, command.devices)
     model = Generator(config, mesh=mesh, dtype=saved.params_dtype())
@@ -181,9 +191,25 @@ def run_export(command: Export) -> None:
     print(f"{command.directory}: {saved.path}")
 
 
+def _export_adapter(command: Export, saved: Any, config: LlamaConfig, lora: LoraConfig) -> None:
+    """Writes the adapters of a checkpoint, which has no others of the model's parameters."""
+    from models.hugging_face import export_adapter
+
+    if command.adapter is not None:
+        raise ValueError(
+            f"adapter={command.adapter!r}: {saved.path} has adapters and not the weights to merge"
+            " them into; export it without --adapter, and then its base with that folder"
+        )
+    base, restore = saved.configuration().get("init_from"), saved.restore_params
+    options: Any = {"base_model": base, "dtype": command.dtype}
+    export_adapter(command.directory, config, lora, restore, **options)
+    print(f"{command.directory}: adapters of {saved.path}")
+
+
 def run_generate(command: Generate) -> None:
     """Reads a folder and answers prompts."""
     from models.generation import Generator, Sampling
+    from models.generation.adapter_params import adapters_in_common
     from models.generation.text import answer
     from models.hugging_face import ModelFolder, load
     from models.hugging_face.chat_template import read_variables
@@ -200,24 +226,52 @@ def run_generate(command: Generate) -> None:
     folder.tokenizer()
     _ = folder.stop_tokens
     names = command.implementation and tuple(command.implementation.split(","))
+    adapters = _named_adapters(command.adapter, folder.config)
     generator = Generator(
         folder.config,
         mesh=_mesh(folder.config, command.devices),
         implementation=names,
         dtype=command.dtype,
+        lora=adapters_in_common(adapters.values()),
     )
-    answer(
-        generator,
-        load(folder, generator.abstract_params),
-        folder,
-        command.prompt,
-        sys.stdout,
-        chat=command.chat,
-        chat_variables=chat_variables,
-        max_new_tokens=command.max_new_tokens,
-        sampling=sampling,
-        tokens_per_launch=command.tokens_per_launch,
-    )
+    params = load(folder, generator.base_params)
+    for name, adapter in (adapters or {"": None}).items():
+        if len(adapters) > 1:
+            print(f"{name}:", flush=True)
+        answer(
+            generator,
+            params if adapter is None else params | generator.adapter_params(adapter),
+            folder,
+            command.prompt,
+            sys.stdout,
+            chat=command.chat,
+            chat_variables=chat_variables,
+            max_new_tokens=command.max_new_tokens,
+            sampling=sampling,
+            tokens_per_launch=command.tokens_per_launch,
+        )
+
+
+def _named_adapters(values: Sequence[str], config: LlamaConfig) -> dict[str, Any]:
+    """The folders of adapters by name.
+
+    Raises:
+      ValueError: two have one name; or a folder cannot be used.
+    """
+    from models.hugging_face import AdapterFolder
+
+    found: dict[str, AdapterFolder] = {}
+    for value in values:
+        name, equals, path = value.partition("=")
+        if not equals or "/" in name:  # A path may have the sign.
+            name, path = Path(value).name, value
+        if name in found:
+            raise ValueError(
+                f"adapter={value!r}: another one is named {name!r}; give NAME=FOLDER with a name"
+                " of its own"
+            )
+        found[name] = AdapterFolder(path, config)
+    return found
 
 
 def _mesh(config: LlamaConfig, devices: Devices) -> jax.sharding.Mesh:

@@ -25,7 +25,8 @@ from models import explicit_layers
 from models.config import LlamaConfig
 from models.documents import Documents, locate_documents
 from models.explicit_layers import batch_axes
-from models.llama import Block, Llama, rematerialize
+from models.llama import Block, Llama
+from models.rematerialization import rematerialize
 from models.stacked_blocks import Keys
 
 #: The linear layers of a block, and the head: their names in the parameters of `Llama`.

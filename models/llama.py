@@ -10,7 +10,7 @@ Recomputation in Large Transformer Models", 2022.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -18,10 +18,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collective_matmul import (
-    ATTENTION_CHECKPOINT_NAME,
-    CHECKPOINT_NAME,
-    HIDDEN_CHECKPOINT_NAME,
-    SCALE_CHECKPOINT_NAME,
     all_gather_matmul,
     context_attention,
     dot_product_attention,
@@ -29,7 +25,7 @@ from collective_matmul import (
 from collective_matmul import layers as collective
 from collective_matmul.layers import RouterStatistics
 from models import plain, rotary, vocabulary
-from models.adapters import Training
+from models.adapters import Training, set_dropout
 from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
 from models.chunked_loss import loss_in_chunks
 from models.config import LlamaConfig
@@ -38,9 +34,9 @@ from models.experts import ExpertPlacement, make_experts, no_statistics, with_st
 from models.fp8_layers import DEFAULT_FP8_LAYERS, of_layer, recipes
 from models.norm import RMSNorm
 from models.parameter_use import ParameterUse, Unchanged, arrays_of, used
+from models.rematerialization import Remat, rematerialize
 from models.stacked_blocks import Keys, stack_blocks
 
-Remat = Literal["none", "dots", "full"]
 #: The residual stream [B, s, features], and the statistics of all routers that it has passed.
 Stream = tuple[jax.Array, RouterStatistics | None]
 
@@ -402,11 +398,15 @@ class Llama(nnx.Module):
           them those of all, and `sum_over_layers` those that Hugging Face's balancing loss is of.
           None for a model without experts.
         """
-        x, statistics, weights = self._hidden(tokens, document_lengths, gathered)
+        x, statistics, weights = self._hidden(tokens, document_lengths, gathered, None)
         return self._logits(x, weights), statistics
 
     def _hidden(
-        self, tokens: jax.Array, document_lengths: jax.Array | None, gathered: nnx.State | None
+        self,
+        tokens: jax.Array,
+        document_lengths: jax.Array | None,
+        gathered: nnx.State | None,
+        dropout_key: jax.Array | None,
     ) -> tuple[jax.Array, RouterStatistics | None, nnx.State]:
         """The input of the head [B, s, features], the statistics of the routers, and the weights
         of the head and of the embedding."""
@@ -420,7 +420,8 @@ class Llama(nnx.Module):
         embedding = self._weights(_select(parameters, "embedding"), gathered, whole=whole)
         x = self._embed(tokens, embedding)
         x = x, no_statistics(self.config, x)
-        (x, statistics), weights = self._apply_blocks(x, documents, parameters, gathered)
+        arguments = parameters, gathered, dropout_key
+        (x, statistics), weights = self._apply_blocks(x, documents, *arguments)
         norm: Any = nnx.merge(nnx.graphdef(self.norm), weights["norm"])
         names = ["embedding"] if self.head is None else ["head"]
         return norm(x), statistics, _select(embedding | weights, *names)
@@ -472,6 +473,7 @@ class Llama(nnx.Module):
         documents: Documents | None,
         parameters: nnx.State,
         gathered: nnx.State | None,
+        dropout_key: jax.Array | None,
     ) -> tuple[Stream, nnx.State]:
         """The residual stream after all blocks, and the weights of what follows: norm and head, or
         the embedding where it is gathered again."""
@@ -483,8 +485,11 @@ class Llama(nnx.Module):
         block: Any = self.layers if self.scan_layers else self.layers[0]
         graph = nnx.graphdef(block)
 
-        def apply(weights: nnx.State, x: Stream, documents: Documents | None) -> Stream:
+        def apply(
+            weights: nnx.State, x: Stream, documents: Documents | None, key: Any = None
+        ) -> Stream:
             block: Any = nnx.merge(graph, weights)
+            set_dropout(block, key)
             y, statistics = block(x[0], documents)
             return y, with_statistics_of(x[1], statistics)
 
@@ -493,8 +498,10 @@ class Llama(nnx.Module):
         loop, own = self._loop(parameters)
         others = None if gathered is None else self._loop(gathered)[1]
         if self.freezes:
-            # JAX's own derivative computes nothing for what is not differentiated.
-            return loop.applied(apply, own, x, documents), self._weights(last, gathered)
+            # JAX's own derivative computes nothing for what is not differentiated. Keys are
+            # arguments, so what is computed again has the same masks.
+            x = loop.applied(apply, own, _keys(dropout_key, loop.count), x, documents)
+            return x, self._weights(last, gathered)
         if self.scan_layers or use is not None:
             waiting: dict[str, Any] = {}
             if gathers_blocks:
@@ -525,12 +532,15 @@ class Llama(nnx.Module):
         targets: jax.Array,
         document_lengths: jax.Array | None = None,
         gathered: nnx.State | None = None,
+        dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Cross-entropy of each target in nats: int32 [B, S] and [B, S] -> float32 [B, S].
 
-        The other arguments are those of a call.
+        The other arguments are those of a call, and the random key of the adapters' dropout; None
+        for no dropout. Devices with sequences of their own have keys of their own.
         """
-        return self.loss_and_statistics(tokens, targets, document_lengths, gathered)[0]
+        options = document_lengths, gathered, dropout_key
+        return self.loss_and_statistics(tokens, targets, *options)[0]
 
     def loss_and_statistics(
         self,
@@ -538,10 +548,11 @@ class Llama(nnx.Module):
         targets: jax.Array,
         document_lengths: jax.Array | None = None,
         gathered: nnx.State | None = None,
+        dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterStatistics | None]:
         """`loss`, without any loss of the routers, and the statistics that these are made of: see
         `logits_and_statistics`."""
-        x, statistics, weights = self._hidden(tokens, document_lengths, gathered)
+        x, statistics, weights = self._hidden(tokens, document_lengths, gathered, dropout_key)
         if not self._loss_in_chunks(tokens.shape[1]):
             return self._cross_entropy(weights, x, targets), statistics
         assert self.loss_chunk is not None
@@ -565,6 +576,11 @@ def _hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ..
     return tuple(implementation) if is_sequence else implementation
 
 
+def _keys(key: jax.Array | None, count: int) -> jax.Array | None:
+    """A random key for each block."""
+    return None if key is None else jax.random.split(key, count)
+
+
 def _of_rows(options: dict[str, Any]) -> dict[str, Any]:
     """Options of a layer that writes to the residual stream."""
     return options | ({"weight_dimension": 1} if "weight_dimension" in options else {})
@@ -573,15 +589,3 @@ def _of_rows(options: dict[str, Any]) -> dict[str, Any]:
 def _select(state: nnx.State, *names: str) -> nnx.State:
     """Parts of a state."""
     return nnx.State({name: state[name] for name in names})
-
-
-def rematerialize(fun: Callable, remat: Remat) -> Callable:
-    """A function whose backward recomputes what `remat` says, as in `Llama`."""
-    if remat == "none":
-        return fun
-    results = (
-        CHECKPOINT_NAME, HIDDEN_CHECKPOINT_NAME, plain.CHECKPOINT_NAME, ATTENTION_CHECKPOINT_NAME
-    )  # fmt: skip
-    results = results if remat == "dots" else ()
-    policy = jax.checkpoint_policies.save_only_these_names(SCALE_CHECKPOINT_NAME, *results)
-    return jax.checkpoint(fun, policy=policy)

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh, NamedSharding
 
 from models.checkpoint.checksums import checksums, json_checksum
 from train import frozen_format
 from train.initial_weights import InitialWeights
-from train.state import FROZEN, ModelFunctions, Params, TrainState
+from train.state import FROZEN, ModelFunctions, Params, TrainState, init_state
 
 #: The key of a checkpoint's configuration with the checksum of the weights beside it.
 _KEY = "base"
@@ -44,6 +45,12 @@ def load_base(saved: InitialWeights, model: ModelFunctions, mesh: Mesh) -> Param
                 array = array.astype(model.frozen_params[name].dtype)
             loaded[name] = array
     return loaded
+
+
+def frozen_weights(base: InitialWeights | None, model: ModelFunctions, mesh: Mesh) -> Params:
+    """The weights that are not trained, of saved weights or, without these, random."""
+    params = None if base is None else load_base(base, model, mesh)
+    return init_state(model, optax.identity(), mesh, params)[FROZEN]
 
 
 def base_identity(state: TrainState) -> dict[str, Any]:

@@ -177,7 +177,8 @@ def conclude(
     )
     if config.checkpoint_dir is not None:
         lines[0] += f"; checkpoints in {config.checkpoint_dir}"
-        begun = _without(plain, "--init-from")
+        # Weights that are not trained are read again.
+        begun = plain if setup.model.frozen_params else _without(plain, "--init-from")
         resume = [_interpreter(), "-m", "train", *begun, "--steps", str(2 * last.step), "--resume"]
         lines.append(f"to go on:   {shlex.join(resume)}")
     else:

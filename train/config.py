@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from models.adapters import LoraConfig
 from models.config import LlamaConfig
 from models.fp8_layers import DEFAULT_FP8_LAYERS
-from models.llama import Remat
+from models.rematerialization import Remat
 
 #: ZeRO levels.
 Zero = Literal[0, 1, 2, 3]

@@ -205,19 +205,12 @@ def _check_frozen(config: Config, sizes: MeshSizes) -> None:
     for refused, what, advice in (
         (config.lora.rank and config.freeze, f"freeze={config.freeze!r}",
          "adapters freeze all but themselves and --lora.train; leave out --freeze"),
-        (config.zero, f"zero={config.zero}",
-         "what is trained is small, and frozen weights are divided over tensor alone; leave out"
-         " --zero"),
         (config.overlap.startswith("rewrite"), f"overlap={config.overlap!r}",
          "the plain layers have no adapters and no frozen kernels; choose auto"),
         (config.model.num_experts, f"model.num_experts={config.model.num_experts}",
          "models with experts are trained whole"),
-        (config.lora.rank and config.lora.dropout, f"lora.dropout={config.lora.dropout}",
-         "the trainer draws no random numbers in a step; leave it out"),
         (config.lora.rank and config.optimizer.kind == "muon", "optimizer.kind='muon'",
          "adapters are updated by adamw"),
-        (config.eval_only, "eval_only",
-         "it evaluates whole models; give the run that trains --eval-data"),
     ):  # fmt: skip
         if refused:
             raise ValueError(f"{what}: not with {which}: {advice}")

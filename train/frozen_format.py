@@ -47,14 +47,23 @@ def abstract(
 
 
 def specs(made: Quantized, spec: P, inputs: int, stacked: int) -> Quantized:
-    """The specs of a matrix, from that of its kernel [*K, *N]."""
+    """The specs of a matrix, from that of its kernel [*K, *N]. Over fsdp only values are sharded,
+    as a matrix is gathered without its scales."""
     layers, names = tuple(spec[:stacked]), tuple(spec[stacked:])
     rows, columns = names[0], names[inputs]
     in_blocks = made.forward.scales.ndim - stacked == 2
-    scales = (columns, rows) if in_blocks else (columns,)
+    scales = map(_without_fsdp, (columns, rows) if in_blocks else (columns,))
     values = P(*layers, columns, rows)
     leaves = [values, P(*layers, *scales)]
     return jax.tree.unflatten(jax.tree.structure(made), leaves)
+
+
+def _without_fsdp(names: Any) -> Any:
+    """The axes of a dimension but fsdp."""
+    if isinstance(names, tuple):
+        others = tuple(name for name in names if name != "fsdp")
+        return others[0] if len(others) == 1 else others or None
+    return None if names == "fsdp" else names
 
 
 def on_mesh(made: Quantized, made_specs: Quantized, mesh: Mesh) -> Any:

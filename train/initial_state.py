@@ -10,9 +10,9 @@ import numpy as np
 from rich.console import Console
 
 from models.checkpoint.saved_checkpoint import differences
-from train.base_weights import check_base, load_base
+from train.base_weights import check_base, frozen_weights, load_base
 from train.setup import Setup
-from train.state import FROZEN, Params, TrainState, init_state, state_on_mesh, trained_part
+from train.state import FROZEN, TrainState, init_state, state_on_mesh, trained_part
 
 # Fields that do not influence any number of a run, or not after its beginning.
 _WITHOUT_INFLUENCE = (
@@ -37,7 +37,7 @@ def initial_state(
     restored = setup.checkpoints.restore(trained_part(abstract))
     state = restored.state
     if FROZEN in abstract:
-        state = {**state, FROZEN: _base(setup)}
+        state = {**state, FROZEN: frozen_weights(setup.init_from, setup.model, setup.mesh)}
         saved = setup.checkpoints.configuration(restored.step)
         check_base(saved, state, setup.config.init_from)
     batches.set_state(restored.data_position)
@@ -50,14 +50,6 @@ def initial_state(
     if changed:
         print_line(f"changed since: {changed}")
     return state, restored.step
-
-
-def _base(setup: Setup) -> Params:
-    """The weights that a resumed run does not train."""
-    params = None
-    if setup.init_from is not None:
-        params = load_base(setup.init_from, setup.model, setup.mesh)
-    return init_state(setup.model, setup.optimizer, setup.mesh, params)[FROZEN]
 
 
 def _new_state(setup: Setup, console: Console) -> TrainState:

@@ -109,12 +109,14 @@ class ModelFunctions:
         self.fp8_scopes = scopes(config.fp8, config.fp8_layers.split(","))
         self.accumulates = config.gradient_accumulation_steps > 1
         self.stacks_layers = config.scan_layers > 0
+        self.freezes = training.freezes
         self.zero = config.zero if sizes.weight_shards > 1 else 0
         # A shard in 8 bits is of one axis.
         self.quantizes_shards = self.zero == 3 and self.fp8 is not None and sizes.context == 1
         self.gathers: Gathers | None = None
         if self.zero == 3:
-            self.gathers = _gathers(config, sizes, local_devices)
+            gathers = _gathers_frozen if self.freezes else _gathers
+            self.gathers = gathers(config, sizes, local_devices)
         self._graph, abstract = nnx.split(nnx.eval_shape(build))
         self._variables = {_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(abstract)}
         self.abstract_params = {
@@ -140,7 +142,6 @@ class ModelFunctions:
     def _set_frozen_apart(self, training: Training) -> None:
         """Moves what is not trained from the parameters to `frozen_params`."""
         training.check(self.abstract_params)
-        self.freezes = training.freezes
         frozen = {n for n in self.abstract_params if not training.trains(n)}
         if len(frozen) == len(self.abstract_params):
             raise ValueError(f"freeze={training.freeze!r}: matches all parameters; train some")
@@ -202,7 +203,10 @@ class ModelFunctions:
     def _shard_weights(self, config: Config, sizes: MeshSizes) -> None:
         """Shards the parameters over the fsdp axis too."""
         shards = shard_axes_of(sizes)
+        training = Training(config.lora, config.freeze)
         for name in sorted(self.matrices):
+            if not training.trains(name) and not self.gathered_by_layers(name):
+                continue  # What is whole wherever it is used stays so.
             leaf, stacked = self.abstract_params[name], self._stacked(name)
             spec = self.specs[name]
             if is_expert(name):
@@ -217,10 +221,17 @@ class ModelFunctions:
                 self.sharded_dimensions[name] = dimension
         if not self.sharded_dimensions:
             raise ValueError(
-                f"mesh.fsdp={sizes.fsdp}{_and_context(sizes)}: divides no matrix of the model;"
-                " choose a divisor of"
-                f" model.features={config.model.features}"
+                f"mesh.fsdp={sizes.fsdp}{_and_context(sizes)}: divides no matrix of the model that"
+                f" is trained; choose a divisor of model.features={config.model.features}"
             )
+
+    def gathered_by_layers(self, name: str) -> bool:
+        """Whether layers take shards of a parameter that the fsdp axis shards."""
+        if self.gathers != "matmuls" or is_adapter(name):
+            return False
+        if name == "head.kernel":  # In chunks it is used several times.
+            return loss_chunk(self._config, self._sizes) is None
+        return name != "embedding" or not self._config.model.tied_head
 
     def _stacked(self, name: str) -> int:
         """The number of dimensions of a parameter that count layers: 1 if they are stacked."""
@@ -228,11 +239,11 @@ class ModelFunctions:
 
     @property
     def whole_matrices(self) -> dict[str, int]:
-        """The parameters that the fsdp axis does not divide, and which stay whole: the number of
-        matrices of each, which is that of the layers if they are stacked."""
+        """The trained parameters that the fsdp axis does not divide, which stay whole: the number
+        of matrices of each, which is that of the layers if they are stacked."""
         whole = {
             name
-            for name in self.matrices - self.sharded_dimensions.keys()
+            for name in self.matrices & self.specs.keys() - self.sharded_dimensions.keys()
             if sharded_dimension(self.specs[name], "fsdp") is None
         }
         return {
@@ -522,6 +533,28 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
     within_process = local_devices is None or sizes.fsdp * sizes.tensor <= local_devices
     possible = divides and not replicated and not narrower and within_process
     return "matmuls" if possible and config.overlap in ("auto", "rewrite-jit") else "blocks"
+
+
+def _gathers_frozen(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gathers:
+    """Where weights are gathered beside which others are frozen: in matmuls, whose backward gathers
+    them again.
+
+    Raises:
+      ValueError: if matmuls cannot gather them.
+    """
+    if config.weight_gather != "blocks":
+        try:
+            return _gathers(
+                dataclasses.replace(config, weight_gather="matmuls"), sizes, local_devices
+            )
+        except ValueError as error:
+            reason = str(error).partition(": ")[2].partition("; ")[0]
+    else:
+        reason = "--weight-gather is blocks"
+    raise ValueError(
+        f"zero=3: frozen weights are gathered by the matmuls that use them, and {reason}; choose"
+        " --zero 1, which shards what is trained"
+    )
 
 
 def _and_context(sizes: MeshSizes) -> str:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import overlap, overlap_jit
 from collective_matmul.layers import RouterStatistics
 from models.experts import no_statistics as statistics_of_none
+from models.random_keys import random_key
 from train.batches import batch_specs
 from train.config import Config
 from train.explicit_step import Batch, explicit_loss_and_grads, with_explicit_axes
@@ -38,7 +40,7 @@ from train.state import (
     Weights,
     state_specs,
 )
-from train.zero import gathered_weights, summed_gradients, variables
+from train.zero import gathered_weights, summed_gradients, variables, whole_trained
 
 Metrics = dict[str, jax.Array]
 #: The loss of this device's targets, the statistics of routers on its tokens, and gradients.
@@ -50,6 +52,8 @@ _Sums = tuple[jax.Array, RouterStatistics | None, Params]
 FORWARD_SITES = 2 + 2 + 1
 #: The same in a step. The backward of each site is the other collective.
 _SITES = 2 * FORWARD_SITES
+#: Tells keys of dropout from those of initial weights, which have the same seed.
+_DROPOUT = 2**31 - 1
 
 
 def make_step(
@@ -106,8 +110,10 @@ def sharded_step(
         return new_state, {"grad_norm": grad_norm, "learning_rate": learning_rate}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        frozen = {"frozen": state[FROZEN]} if FROZEN in state else {}
-        losses, grads = loss_and_grads(config, model, state["params"], batch, **frozen)
+        options: dict[str, Any] = {"frozen": state[FROZEN]} if FROZEN in state else {}
+        if config.lora.dropout:
+            options["dropout_key"] = _dropout_key(config.seed, state["step"])
+        losses, grads = loss_and_grads(config, model, state["params"], batch, **options)
         new_state, metrics = update_state(state, grads)
         return new_state, losses | metrics
 
@@ -146,15 +152,19 @@ def batch_losses(model: ModelFunctions, params: Params, batch: Batch) -> jax.Arr
 
 
 def losses(
-    model: ModelFunctions, variables: Params, gathered: Weights | None, batch: Batch
+    model: ModelFunctions,
+    variables: Params,
+    gathered: Weights | None,
+    batch: Batch,
+    dropout_key: jax.Array | None = None,
 ) -> tuple[jax.Array, RouterStatistics | None]:
     """The same from what `variables` and `gathered_weights` return; and the statistics of routers
     on this device's tokens, if the model has any."""
     state = None if gathered is None else model.model_state(gathered)
     documents = batch.get("document_lengths")
     inputs, targets = batch["inputs"], batch["targets"]
-    llama = model.merge(variables)
-    each, statistics = llama.loss_and_statistics(inputs, targets, documents, state)
+    llama = model.merge(whole_trained(model, variables))
+    each, statistics = llama.loss_and_statistics(inputs, targets, documents, state, dropout_key)
     return each if "answers" not in batch else each * batch["answers"], statistics
 
 
@@ -165,12 +175,22 @@ def counted_tokens(config: Config, batch: Batch) -> jax.Array | int:
     return jnp.maximum(lax.psum(jnp.sum(batch["answers"]), token_axes()), 1)
 
 
+def _dropout_key(seed: int, step: jax.Array) -> jax.Array:
+    """The random key of dropout in a step, another for each device with tokens of its own. The
+    tensor axis is folded in by adapters."""
+    key = jax.random.fold_in(random_key(seed), _DROPOUT)
+    for number in (step, *map(lax.axis_index, token_axes())):
+        key = jax.random.fold_in(key, number)
+    return key
+
+
 def _loss_and_grads(
     config: Config,
     model: ModelFunctions,
     params: Params,
     batch: Batch,
     frozen: Params | None = None,
+    dropout_key: jax.Array | None = None,
 ) -> tuple[Metrics, Params]:
     """Mean loss of the whole batch, and the gradient of all losses with respect to the local
     parameters that are trained. `frozen` has the others."""
@@ -180,22 +200,26 @@ def _loss_and_grads(
     routers = RouterLosses.of(config)
 
     def loss(
-        local: Params, microbatch: Batch, whole: RouterStatistics | None
+        local: Params, microbatch: Batch, whole: RouterStatistics | None, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[jax.Array, RouterStatistics | None]]:
-        each, own = losses(model, local | (frozen or {}), gathered, microbatch)
+        each, own = losses(model, local | (frozen or {}), gathered, microbatch, key)
         total = cross_entropy = jnp.sum(each) / tokens
         if own is not None:
             total += routers.share(own, of_all_devices(own) if whole is None else whole)
         return total, (cross_entropy, own)
 
-    def loss_and_grads(microbatch: Batch, whole: RouterStatistics | None = None) -> _Sums:
-        (_, (total, own)), grads = jax.value_and_grad(loss, has_aux=True)(local, microbatch, whole)
+    def loss_and_grads(
+        microbatch: Batch, whole: RouterStatistics | None = None, key: jax.Array | None = None
+    ) -> _Sums:
+        of_loss = jax.value_and_grad(loss, has_aux=True)
+        (_, (total, own)), grads = of_loss(local, microbatch, whole, key)
         return total, own, grads
 
     if config.gradient_accumulation_steps == 1:
-        sums = loss_and_grads(batch)
+        sums = loss_and_grads(batch, key=dropout_key)
     else:
-        sums = _accumulated(config, model, loss_and_grads, local, gathered, batch)
+        arguments = loss_and_grads, local, gathered, batch, dropout_key
+        sums = _accumulated(config, model, *arguments)
     total, own, grads = sums
     metrics = {"loss": lax.psum(total, token_axes())}
     if own is not None:
@@ -210,6 +234,7 @@ def _accumulated(
     local: Params,
     gathered: Weights | None,
     batch: Batch,
+    dropout_key: jax.Array | None,
 ) -> _Sums:
     """The sums of what `loss_and_grads` returns for each microbatch."""
     microbatches = jax.tree.map(
@@ -221,14 +246,18 @@ def _accumulated(
     if no_statistics is not None:
         whole = _statistics_of_all(config, model, no_statistics, local, gathered, microbatches)
 
-    def add(sums: _Sums, microbatch: Batch) -> tuple[_Sums, None]:
-        one = loss_and_grads(microbatch, whole)
+    def add(sums: _Sums, own: tuple[Batch, jax.Array | None]) -> tuple[_Sums, None]:
+        microbatch, key = own
+        one = loss_and_grads(microbatch, whole, key)
         with jax.named_scope("gradient_accumulation"):
             return jax.tree.map(jnp.add, sums, one), None
 
     nothing = lax.pcast(jnp.zeros((), jnp.float32), token_axes(), to="varying")
     no_grads = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), local)
-    return lax.scan(add, (nothing, no_statistics, no_grads), microbatches)[0]
+    keys = dropout_key
+    if keys is not None:
+        keys = jax.random.split(keys, config.gradient_accumulation_steps)
+    return lax.scan(add, (nothing, no_statistics, no_grads), (microbatches, keys))[0]
 
 
 def _statistics_of_all(

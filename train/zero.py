@@ -16,6 +16,11 @@ same sequences. Gradients are summed over the data axis as well. Without accumul
 sums and scatters those of each block as soon as they are there, while it goes on. With
 accumulation, what the table does not say of each backward is done once per step. The functions here
 are for use inside a `shard_map` over the mesh.
+
+Where some parameters are frozen, levels 1 and 2 do the same: what is trained is gathered in float32
+by each forward, and each backward scatters its gradients; frozen weights are not sharded over fsdp.
+With level 3 kernels are, frozen or not, and each matmul gathers its own, frozen ones in the dtype
+or format in which they are stored.
 """
 
 from __future__ import annotations
@@ -53,6 +58,21 @@ def gathered_weights(model: ModelFunctions, params: Params) -> Weights | None:
     return model.prequantize(gathered) if model.accumulates else gathered
 
 
+@jax.named_scope("weights")
+def whole_trained(model: ModelFunctions, params: Params) -> Params:
+    """Local parameters beside frozen ones, gathered over fsdp in float32. They are few. Where this
+    is differentiated, JAX scatters their gradients."""
+    if not model.freezes:
+        return params
+    dimensions = model.sharded_dimensions
+    return {
+        name: gather(leaf, dimensions[name], "float32")
+        if name in dimensions and name in model.specs and not model.gathered_by_layers(name)
+        else leaf
+        for name, leaf in params.items()
+    }
+
+
 def variables(model: ModelFunctions, params: Params, gathered: Weights | None) -> Params:
     """What to differentiate with respect to.
 
@@ -88,7 +108,7 @@ def summed_gradients(model: ModelFunctions, gradients: Params) -> Params:
 
     def summed(name: str, gradient: jax.Array) -> jax.Array:
         dimension = model.sharded_dimensions.get(name)
-        if dimension is not None and model.zero == 1:
+        if dimension is not None and model.zero == 1 and not model.freezes:
             gradient = scatter(gradient, dimension, model.gradient_dtype)
         return sum_over(gradient, replica_axes(model.specs[name]), model.gradient_dtype)
 
@@ -104,11 +124,17 @@ def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> li
     if not model.zero:
         return []
     what = "parameters and optimizer state"
-    if model.zero > 1:
+    if model.zero > 1 or model.freezes:
         what = "parameters, gradients and optimizer state"
     where = " × ".join(f"{axis}={sizes.by_axis[axis]}" for axis in shard_axes_of(sizes))
     lines = [f"zero={model.zero}: {what} are sharded over {where}"]
-    if model.zero == 3:
+    if model.freezes:
+        lines[0] += ", of what is trained"
+        frozen = "each of these devices has the frozen weights"
+        if model.zero == 3:
+            frozen = "frozen kernels are sharded too, and gathered by each matmul"
+        lines.append(frozen)
+    elif model.zero == 3:
         how = "block by block, one block ahead"
         if model.gathers == "matmuls" or config.overlap == "rewrite-jit":
             how = "in the loops of their matmuls"

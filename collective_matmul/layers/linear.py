@@ -161,7 +161,9 @@ class _ParallelLinear(nnx.Module):
         self.lora_a = _param(a, (over_axis[0], ()), nnx.LoRAParam)
         self.lora_b = _param(b, ((), over_axis[1]), nnx.LoRAParam)
         if lora.dropout:
-            self.lora_dropout = nnx.Dropout(lora.dropout, rngs=rngs)
+            # Other sources of keys are of initial parameters alone: a model sets those of dropout.
+            own = rngs if isinstance(rngs, nnx.Rngs) else None
+            self.lora_dropout = nnx.Dropout(lora.dropout, rngs=own)
 
     def _adapter(self) -> Adapter | None:
         """The adapter of a call, with B as [r, *out_features]; None without one."""
@@ -170,10 +172,19 @@ class _ParallelLinear(nnx.Module):
         key = None
         if self.lora.dropout and not self.lora_dropout.deterministic:
             rngs: Any = self.lora_dropout.rngs
+            if rngs is None:
+                raise ValueError(
+                    f"lora.dropout={self.lora.dropout}: the layer was made without nnx.Rngs and"
+                    " has no random keys; set lora_dropout.rngs to a function that returns one, or"
+                    " call model.eval()"
+                )
             key = rngs()
-        a, b = self.lora_a[...], self.lora_b[...]
+        return self.adapter_of(self.lora_a[...], self.lora_b[...], self.lora, key)
+
+    def adapter_of(self, a: jax.Array, b: jax.Array, lora: Lora, key: Any = None) -> Adapter:
+        """The adapter of a call with parameters A and B [r, prod(N)] of this layer's sizes."""
         columns = b.shape[1] // math.prod(self.kernel_shape[1][1:])
-        return Adapter(a, b.reshape(-1, columns, *self.kernel_shape[1][1:]), key, self.lora)
+        return Adapter(a, b.reshape(-1, columns, *self.kernel_shape[1][1:]), key, lora)
 
     @property
     def kernel_shape(self) -> KernelShape:
@@ -293,8 +304,16 @@ class ColumnParallelLinear(_ParallelLinear):
           out_sharding: as Flax's linear layers take it: the sharding of the global result; None
             shards it over the axis.
         """
-        shared = x if isinstance(x, SharedProjections) else SharedProjections.compute(x, [self])
-        y = shared.results[id(self)]
+        if isinstance(x, SharedProjections):
+            y = x.results[id(self)]
+            return current_context(self.axis_name, self.mesh, y).reshard(y, out_sharding)
+        return self.with_adapter(x, self._adapter(), out_sharding)
+
+    def with_adapter(
+        self, x: jax.Array, adapter: Adapter | None, out_sharding: Sharding | P | None = None
+    ) -> jax.Array:
+        """A call of the layer with an adapter that is not its own."""
+        (y,) = _gathered_once(x, [self], [adapter])
         return current_context(self.axis_name, self.mesh, y).reshard(y, out_sharding)
 
 
@@ -348,6 +367,12 @@ class RowParallelLinear(_ParallelLinear):
           out_sharding: as Flax's linear layers take it: the sharding of the global result; None
             shards it in S.
         """
+        return self.with_adapter(x, self._adapter(), out_sharding)
+
+    def with_adapter(
+        self, x: jax.Array, adapter: Adapter | None, out_sharding: Sharding | P | None = None
+    ) -> jax.Array:
+        """A call of the layer with an adapter that is not its own."""
         # Not by [...], which is for arrays: it may be a Quantized.
         kernel, bias = self.kernel.get_value(), None if self.bias is None else self.bias[...]
         dtype = canonicalize_dtype(x, typed(kernel), bias, dtype=self.dtype)
@@ -362,8 +387,8 @@ class RowParallelLinear(_ParallelLinear):
             scatter_dimension=self.scatter_dimension,
             implementation=self.implementation,
             fp8=self.fp8,
-            frozen=self.frozen,
-            adapter=self._adapter(),
+            frozen=self.frozen or adapter is not None,
+            adapter=adapter,
         )
         return context.reshard(y, out_sharding)
 
@@ -405,7 +430,6 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
     """
     if not layers:
         raise ValueError(f"layers={layers!r}: expected at least one ColumnParallelLinear")
-    first = layers[0]
     for name in _ALIKE:
         values = [getattr(layer, name) for layer in layers]
         if any(value != values[0] for value in values):
@@ -413,12 +437,19 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
                 f"layers: they have {name} {', '.join(map(repr, values))}; one gather serves layers"
                 f" of one {name}: construct them alike or call them one by one"
             )
+    return _gathered_once(x, layers, [layer._adapter() for layer in layers])
+
+
+def _gathered_once(
+    x: jax.Array, layers: Sequence[ColumnParallelLinear], adapters: list[Adapter | None]
+) -> tuple[jax.Array, ...]:
+    """`shared_gather` of layers that agree, each with an adapter."""
+    first = layers[0]
     kernels: list[Any] = [layer.kernel.get_value() for layer in layers]
     biases: list[Any] = [None if layer.bias is None else layer.bias[...] for layer in layers]
     dtype = canonicalize_dtype(x, *map(typed, kernels), *biases, dtype=first.dtype)
     context = current_context(first.axis_name, first.mesh, (x, kernels))
     contracted = len(first.kernel_shape[0])
-    adapters = [layer._adapter() for layer in layers]
     for place, layer in enumerate(layers):
         adapter = adapters[place]
         if adapter is not None:
@@ -436,7 +467,7 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
         gather_dimension=first.gather_dimension,
         implementation=first.implementation,
         fp8=first.fp8,
-        frozen=first.frozen,
+        frozen=first.frozen or any(adapter is not None for adapter in adapters),
         adapters=adapters,
     )
 

@@ -13,6 +13,15 @@ from jax import lax
 
 from collective_matmul.layers import layer_checks, path_patterns
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
+from collective_matmul.layers.nnx_adapters import (
+    ColumnParallelLoRALinear,
+    RowParallelLoRALinear,
+    adapter_in,
+    base_of,
+    check_adapter,
+    parallel_lora,
+    specs_of_adapter,
+)
 from collective_matmul.layers.nnx_attention import (
     can_share_gather,
     parallel_attention,
@@ -21,15 +30,16 @@ from collective_matmul.layers.nnx_attention import (
 from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyles, Row
 from collective_matmul.layers.placement import mesh_of_arrays, place_variables
 
-#: The layers that Column and Row take. Each has options that change what it computes, and the only
-#: values that are supported.
-LINEAR_LAYERS: dict[type, dict[str, Any]] = {
-    nnx.Linear: {
-        "precision": None,
-        "dot_general": lax.dot_general,
-        "promote_dtype": promote_dtype,
-        "preferred_element_type": None,
-    },
+_OPTIONS_OF_LINEAR: dict[str, Any] = {
+    "precision": None,
+    "dot_general": lax.dot_general,
+    "promote_dtype": promote_dtype,
+    "preferred_element_type": None,
+}
+#: The layers without an adapter that Column and Row take. Each has options that change what it
+#: computes, and the only values that are supported.
+BASE_LAYERS: dict[type, dict[str, Any]] = {
+    nnx.Linear: _OPTIONS_OF_LINEAR,
     nnx.LinearGeneral: {
         "precision": None,
         "dot_general": None,
@@ -39,11 +49,13 @@ LINEAR_LAYERS: dict[type, dict[str, Any]] = {
         "batch_axis": FrozenDict({}),
     },
 }
+#: All layers that Column and Row take.
+LINEAR_LAYERS = {**BASE_LAYERS, nnx.LoRALinear: _OPTIONS_OF_LINEAR, nnx.LoRA: {}}
 #: The modules that Heads takes. Its layers have options of their own.
 ATTENTION_MODULES: dict[type, dict[str, Any]] = {nnx.MultiHeadAttention: {}}
 
 #: A layer with its path, its style, and the pattern of the plan that gives it the style.
-Entry = tuple[str, nnx.Linear | nnx.LinearGeneral, Column | Row, str]
+Entry = tuple[str, nnx.Linear | nnx.LinearGeneral | nnx.LoRA, Column | Row, str]
 
 
 def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, Any]) -> nnx.Module:
@@ -66,7 +78,7 @@ def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
     # The model is changed from here on. Layers and parameters by identity, as both may be shared.
     fresh: dict[int, Any] = {}
     for key, (_, linear, _, _) in entries.items():
-        fresh[key] = _with_parameters_of(linear, collective[key], fresh)
+        fresh[id(base_of(linear))] = _with_parameters_of(linear, collective[key], fresh)
     for _, node in nodes:
         _replace_children(node, fresh)
     for _, node in nodes:
@@ -74,6 +86,8 @@ def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
             # The module stays the same object, since the model itself may be one.
             object.__setattr__(node, "__class__", parallel_attention(type(node)))
             shard_caches(node)
+        elif id(node) in entries and isinstance(node, nnx.LoRA):
+            object.__setattr__(node, "__class__", parallel_lora(type(node)))
     if (mesh := mesh_of_arrays(options["mesh"])) is not None:
         place_variables(model, mesh)
     return model
@@ -88,23 +102,27 @@ def _matched_layers(
       ValueError: if the plan does not fit the model.
     """
     entries: dict[int, Entry] = {}
+    by_base: dict[int, tuple[str, Column | Row]] = {}
+    inside = _paths_inside_adapted(nodes)
 
     def add(path: str, layer: Any, style: Column | Row, pattern: str) -> None:
-        path_patterns.check_layer(plan, pattern, path, layer, LINEAR_LAYERS, "nnx")
-        if isinstance(layer, nnx.LinearGeneral):
-            path_patterns.check_trailing(pattern, path, layer.axis)
-        first, _, other, _ = entries.setdefault(id(layer), (path, layer, style, pattern))
+        _check_linear(plan, pattern, path, layer)
+        first, other = by_base.setdefault(id(base_of(layer)), (path, style))
         if other != style:
             raise ValueError(
                 f"plan: {first!r} and {path!r} are one layer, and the plan has {other} and"
                 f" {style} for it; drop one entry"
             )
+        entries.setdefault(id(layer), (path, layer, style, pattern))
 
     for path, node in nodes:
         pattern = path_patterns.matches(plan, path)
         if pattern is None or (not path and pattern and not _is_layer(node)):
             continue
         style = plan[pattern]
+        if path in inside:
+            _check_same_style(plan, pattern, path, inside[path])
+            continue
         if not path and not isinstance(style, Heads):
             path_patterns.check_layer(plan, pattern, path, node, LINEAR_LAYERS, "nnx")
             raise ValueError(
@@ -122,6 +140,43 @@ def _matched_layers(
     paths = [path for path, node in nodes if _is_layer(node)]
     path_patterns.check_all_match(plan, paths, "nnx")
     return entries
+
+
+def _check_linear(plan: ParallelStyles, pattern: str, path: str, layer: Any) -> None:
+    """Raises ValueError for a layer that Column and Row do not take."""
+    path_patterns.check_layer(plan, pattern, path, layer, LINEAR_LAYERS, "nnx")
+    base = base_of(layer)
+    if base is None:
+        raise ValueError(
+            f"plan[{pattern!r}]: {path!r} is an nnx.LoRA without a base module; construct it with"
+            " base_module=, or leave it out of the plan"
+        )
+    if base is not layer:
+        path_patterns.check_layer(plan, pattern, f"{path}.base_module", base, BASE_LAYERS, "nnx")
+    if isinstance(base, nnx.LinearGeneral):
+        path_patterns.check_trailing(pattern, path, base.axis)
+    if adapter_in(layer) is not None:
+        check_adapter(f"plan[{pattern!r}]: {path!r}", layer)
+
+
+def _paths_inside_adapted(nodes: list[tuple[str, nnx.Pytree]]) -> dict[str, str]:
+    """The paths of the parts of layers with an adapter, with the path of the layer."""
+    parts = ((path, f"{path}." if path else "", node) for path, node in nodes)
+    return {
+        prefix + ("base_module" if isinstance(node, nnx.LoRA) else "lora"): path
+        for path, prefix, node in parts
+        if adapter_in(node) is not None
+    }
+
+
+def _check_same_style(plan: ParallelStyles, pattern: str, path: str, whole: str) -> None:
+    """Raises ValueError unless a part of a layer with an adapter has the style of the layer."""
+    of_whole = path_patterns.matches(plan, whole)
+    if of_whole is None or plan[of_whole] != plan[pattern]:
+        raise ValueError(
+            f"plan[{pattern!r}]: {path!r} is a part of {whole!r}, a layer with an adapter, which"
+            f" share a collective; name {whole!r} alone in the plan"
+        )
 
 
 def _is_layer(node: Any) -> bool:
@@ -153,7 +208,8 @@ def _collective_layer(
     entry: Entry, options: dict[str, Any]
 ) -> ColumnParallelLinear | RowParallelLinear:
     """A collective layer like the one of `entry`; its parameters are shapes only."""
-    path, linear, style, _ = entry
+    path, layer, style, _ = entry
+    linear, in_layer = base_of(layer), isinstance(layer, nnx.LoRALinear)
 
     def build() -> ColumnParallelLinear | RowParallelLinear:
         rest = dict(
@@ -162,12 +218,15 @@ def _collective_layer(
             use_bias=linear.bias is not None,
             dtype=linear.dtype,
             param_dtype=linear.param_dtype,
+            frozen=adapter_in(layer) is not None,
             rngs=nnx.Rngs(0),
         )
         sizes = linear.in_features, linear.out_features
         if isinstance(style, Column):
-            return ColumnParallelLinear(*sizes, gather_dimension=style.gather_dimension, **rest)
-        return RowParallelLinear(*sizes, scatter_dimension=style.scatter_dimension, **rest)
+            column = ColumnParallelLoRALinear if in_layer else ColumnParallelLinear
+            return column(*sizes, gather_dimension=style.gather_dimension, **rest)
+        row = RowParallelLoRALinear if in_layer else RowParallelLinear
+        return row(*sizes, scatter_dimension=style.scatter_dimension, **rest)
 
     try:
         return nnx.eval_shape(build)
@@ -177,21 +236,28 @@ def _collective_layer(
 
 def _with_parameters_of(linear: Any, layer: Any, fresh: dict[int, Any]) -> Any:
     """Gives `layer` the parameter values of `linear`, with partition specs."""
+    if (adapter := adapter_in(linear)) is not None:
+        for name, names in specs_of_adapter(layer.kernel).items():
+            _sharded(getattr(adapter, name), names, fresh)  # It is replaced where it is.
     for name in ("kernel", "bias"):
-        param = getattr(linear, name)
-        if param is None:
-            continue
-        metadata = param.get_metadata()
-        # Keep a sharding that the user has given it.
-        if id(param) not in fresh and "out_sharding" not in metadata:
+        if (param := getattr(base_of(linear), name)) is not None:
             names = getattr(layer, name).get_metadata("out_sharding")
-            # Layers stacked for a scan have additional leading dimensions.
-            metadata["out_sharding"] = (None,) * (len(param.shape) - len(names)) + names
-            # Whether a parameter is placed on devices is fixed when it is made, so make a new one.
-            metadata["eager_sharding"] = False
-            fresh[id(param)] = type(param)(param.get_value(), **metadata)
-        setattr(layer, name, fresh.get(id(param), param))
+            setattr(layer, name, _sharded(param, names, fresh))
+    if isinstance(linear, nnx.LoRALinear):
+        layer.lora = adapter
     return layer
+
+
+def _sharded(param: Any, names: tuple[Any, ...], fresh: dict[int, Any]) -> Any:
+    """The parameter in place of another one, sharded over axes unless the user has sharded it."""
+    metadata = param.get_metadata()
+    if id(param) not in fresh and "out_sharding" not in metadata:
+        # Layers stacked for a scan have additional leading dimensions.
+        metadata["out_sharding"] = (None,) * (len(param.shape) - len(names)) + names
+        # Whether a parameter is placed on devices is fixed when it is made, so make a new one.
+        metadata["eager_sharding"] = False
+        fresh[id(param)] = type(param)(param.get_value(), **metadata)
+    return fresh.get(id(param), param)
 
 
 def _replace_children(node: nnx.Pytree, fresh: dict[int, Any]) -> None:

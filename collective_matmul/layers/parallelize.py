@@ -73,9 +73,10 @@ def parallelize(
         Create its optimizer afterwards. Or a `flax.linen.Module`, which is not changed.
       plan: a style by path pattern. Patterns are those of `fnmatch` over dotted paths such as
         "layers.0.mlp.up", the paths of the parameters; ``*`` matches dots too.
-        `Column` and `Row` take nnx.Linear and nnx.LinearGeneral, linen.Dense and
-        linen.DenseGeneral; the first output feature dimension, or the first input feature
-        dimension, is sharded. `Heads` takes nnx.MultiHeadAttention,
+        `Column` and `Row` take nnx.Linear, nnx.LinearGeneral, nnx.LoRALinear, nnx.LoRA around a
+        linear layer, linen.Dense and linen.DenseGeneral; the first output feature dimension, or
+        the first input feature dimension, is sharded. A layer with an adapter has a frozen kernel
+        then, whose gradient is zero: see `Lora`. `Heads` takes nnx.MultiHeadAttention,
         linen.MultiHeadDotProductAttention, linen.MultiHeadAttention and linen.SelfAttention.
       axis_name: the mesh axis to shard over.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.

@@ -135,7 +135,7 @@ def class_that_calls(kind: type) -> type:
 
 
 def _listed(kinds: Collection[type], library: str) -> str:
-    """As in "nnx.Linear and nnx.LinearGeneral"."""
+    """As in "linen.Dense and linen.DenseGeneral"."""
     *others, last = (f"{library}.{kind.__name__}" for kind in kinds)
     return f"{', '.join(others)} and {last}" if others else last
 

@@ -28,6 +28,22 @@ _VALUE_PRESERVING = frozenset(
 )
 
 
+#: Equations through which a weight keeps having no gradient.
+_KEEPING = _ELEMENTWISE | RESHAPES | _OTHERS
+
+
+def has_no_gradient(graph: Graph, atom: Atom) -> bool:
+    """Whether an array is the result of `lax.stop_gradient`, in another layout or dtype perhaps."""
+    while (index := graph.producer(atom)) is not None:
+        equation = graph.equations[index]
+        if equation.primitive.name == "stop_gradient":
+            return True
+        if equation.primitive.name not in _KEEPING or len(equation.invars) > 1:
+            return False
+        (atom,) = equation.invars
+    return False
+
+
 @dataclass(frozen=True)
 class ShardOp:
     """An operation on a shard. Two that are equal compute the same.

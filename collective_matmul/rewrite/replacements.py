@@ -18,6 +18,11 @@ from collective_matmul.operands.sharded import Sharded
 from collective_matmul.operands.varying import pvary_all
 from collective_matmul.ops.matmul.call import Call
 from collective_matmul.ops.matmul.einsum import einsum
+from collective_matmul.ops.matmul.frozen import (
+    gather_matmul_frozen,
+    matmul_all_reduce_frozen,
+    matmul_scatter_frozen,
+)
 from collective_matmul.ops.matmul.gradients import (
     gather_matmul,
     matmul_all_reduce,
@@ -103,7 +108,10 @@ def gather_replacements(
         ws, others = operands[: len(dots)], iter(operands[len(dots) :])
         weights = _weights(placed, [dot.matmul for dot in dots], ws, call, stored)
         x, weights = _varying(placed, call, (apply_shard_ops(view.shard_ops, shard), weights))
-        ys, gathered = gather_matmul(x, weights, call)
+        if placed.frozen and not keeps and not placed.weights:
+            ys, gathered = gather_matmul_frozen(x, (), weights, call)
+        else:
+            ys, gathered = gather_matmul(x, weights, call)
         products = [_products(group, gathered, others) for group in placed.immediate_wgrads]
         if products:
             *ys, products = tie_with_barrier(gathered, *ys, products)
@@ -262,11 +270,18 @@ def sum_replacement(
         pairs = [(term, *scaled_pair) for term, scaled_pair in zip(terms, scaled, strict=True)]
         xs = [lax.reshape(term.operand(x), (*rows, term.depth)) for term, x, _ in pairs]
         ws = _weights(placed, terms, [w for _, _, w in pairs], call, stored)
+        frozen = placed.frozen and not placed.weights
         if collective.kind == "psum":
-            y = matmul_all_reduce(tuple(xs), ws, call)
+            if frozen:
+                y, _ = matmul_all_reduce_frozen(tuple(xs), (), ws, call)
+            else:
+                y = matmul_all_reduce(tuple(xs), ws, call)
             return terms[0].result(y, terms[0].free_shape)
         assert match.dimension is not None and match.path.dimension is not None
-        y = matmul_scatter(*_varying(placed, call, (tuple(xs), ws)), call)
+        if frozen:
+            y, _ = matmul_scatter_frozen(tuple(xs), (), ws, call)
+        else:
+            y = matmul_scatter(*_varying(placed, call, (tuple(xs), ws)), call)
         if match.path.shape is None:
             return terms[0].result(y, divided(rows, match.dimension, collective.devices))
         return lax.reshape(y, divided(match.path.shape, match.path.dimension, collective.devices))
@@ -324,7 +339,7 @@ def apply_shard_ops(shard_ops: Sequence[ShardOp], array: jax.Array) -> jax.Array
 def signature(placed: PlacedMatch, replacements: Sequence[Replacement]) -> tuple:
     """A key that is equal for sites whose replacements differ only in variables."""
     weights = tuple((weight.shard_ops, weight.sharding) for weight in placed.weights)
-    return *_signature(placed, replacements), weights
+    return *_signature(placed, replacements), weights, placed.frozen
 
 
 def _signature(placed: PlacedMatch, replacements: Sequence[Replacement]) -> tuple:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
 
+from collective_matmul.rewrite.commuting import has_no_gradient
 from collective_matmul.rewrite.dependencies import Dependencies, EquationGroup
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.gathers import GatheredDot, GatherMatch
@@ -34,6 +35,7 @@ class PlacedMatch:
       immediate_wgrads: weight gradients that are computed with the gather.
       later_wgrads: weight gradients that are computed later.
       weights: the gathers of its weights, if the op executes them too.
+      frozen: whether none of its weights has a gradient.
     """
 
     match: Match
@@ -43,6 +45,7 @@ class PlacedMatch:
     immediate_wgrads: tuple[GroupedWgrad, ...] = ()
     later_wgrads: tuple[GroupedWgrad, ...] = ()
     weights: tuple[GatheredWeight, ...] = ()
+    frozen: bool = False
 
     @property
     def keeps_gathered(self) -> bool:
@@ -83,7 +86,10 @@ class SiteSelection:
         group = EquationGroup(match.consumed, self._inputs(match))
         if not self._dependencies.allows(group):
             return "its operands are computed by another site that needs its result"
-        return PlacedMatch(match, match.consumed, max(match.consumed), (group,))
+        terms = match.terms if isinstance(match, SumMatch) else ()
+        frozen = bool(terms) and all(has_no_gradient(self.graph, term.w) for term in terms)
+        position = max(match.consumed)
+        return PlacedMatch(match, match.consumed, position, (group,), frozen=frozen)
 
     def _place_gather(self, match: GatherMatch) -> PlacedMatch | str:
         """Places a gather before the first use of its array.
@@ -122,6 +128,7 @@ class SiteSelection:
             (gather, *launches.values()),
             tuple(group_immediate(self.graph, immediate)),
             tuple(launches),
+            frozen=all(has_no_gradient(self.graph, dot.matmul.w) for dot in dots),
         )
 
     def _inputs(self, match: Match) -> tuple[Atom, ...]:

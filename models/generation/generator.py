@@ -15,8 +15,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
+from models.adapters import LoraConfig, Training, is_adapter
 from models.config import LlamaConfig
 from models.generation import decoder
+from models.generation.adapter_params import AdapterParams, adapter_params
 from models.generation.decoder import Caches
 from models.generation.sampling import Sampling, choose
 from models.llama import Llama
@@ -51,6 +53,7 @@ class Generator:
         over.
       implementation: which backends execute the collective matmuls, as the layers take it.
       dtype: dtype of parameters and of the computation.
+      lora: adapters that the model has room for: see `adapters_in_common`. None: there are none.
       jit: what compiles the programs, with arguments of `jax.jit`. Plain `jax.jit` is for
         comparisons.
 
@@ -65,6 +68,7 @@ class Generator:
         mesh: Mesh | None = None,
         implementation: str | Sequence[str] | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        lora: LoraConfig | None = None,
         jit: Callable = overlap_jit,
     ):
         self._jit = jit
@@ -79,6 +83,7 @@ class Generator:
                 implementation=implementation,
                 dtype=dtype,
                 key_value_copies=config.key_value_copies(size),
+                training=None if lora is None else Training(lora),
                 rngs=nnx.Rngs(0),
             )
 
@@ -94,6 +99,16 @@ class Generator:
             )
             for name, (_, leaf) in self._variables.items()
         }
+
+    @property
+    def base_params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """`abstract_params` without those of adapters."""
+        params = self.abstract_params.items()
+        return {name: leaf for name, leaf in params if not is_adapter(name)}
+
+    def adapter_params(self, adapter: AdapterParams) -> Params:
+        """The parameters of adapters, to be given beside those of the base."""
+        return adapter_params(adapter, self.abstract_params)
 
     def __call__(
         self,

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.adapters import LORA_A, LORA_B
+from models.adapters import LORA_A, LORA_B, MODULES, LoraConfig
 from models.config import LlamaConfig
 from models.families.config_keys import shown_name
 from models.hugging_face.files import find_file, read_json, real_path, reason
 from models.hugging_face.peft_config import (
-    MODULES,
     PeftConfig,
+    peft_config_of,
     read_peft_config,
     write_peft_config,
 )
@@ -178,6 +178,41 @@ def write_adapter(
     if target.is_dir():
         target.rmdir()
     os.replace(partial, target)
+
+
+def export_adapter(
+    directory: str | Path,
+    model: LlamaConfig,
+    lora: LoraConfig,
+    restore: Callable[[dict[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]],
+    *,
+    base_model: str | None = None,
+    dtype: str | None = None,
+) -> None:
+    """Writes adapters of the trainer as PEFT does.
+
+    Args:
+      directory: the folder to make.
+      model: shape of the model.
+      lora: its adapters.
+      restore: reads them, float32, on one device.
+      base_model: the weights beside which they were trained.
+      dtype: dtype of the tensors; None: float32.
+
+    Raises:
+      ValueError: parameters were trained whole beside them; or as `write_adapter`.
+    """
+    config = peft_config_of(lora, base_model)
+    mesh = jax.sharding.Mesh(jax.local_devices()[:1], ("device",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    abstract: dict[str, jax.ShapeDtypeStruct] = {}
+    for kernel, tensor in _adapted(model, config):
+        rank, (out, into) = config.rank_of(_module(tensor)), tensor.shape
+        for end, shape in ((LORA_A, (into, rank)), (LORA_B, (rank, out))):
+            name = kernel.removesuffix(_KERNEL) + end
+            abstract[name] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    params = {name: leaf.astype(dtype or "float32") for name, leaf in restore(abstract).items()}
+    write_adapter(directory, model, config, params)
 
 
 def _adapted(model: LlamaConfig, config: PeftConfig) -> Iterator[tuple[str, Tensor]]:

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from models.adapters import MODULES, LoraConfig
 from models.families.config_keys import shown
 
-#: The modules of a layer that can have adapters: every linear layer but the head.
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _ALL_LINEAR = "all-linear"
 #: Keys that change no result, or only training or how PEFT initializes adapters.
 _WITHOUT_EFFECT = frozenset({
@@ -73,6 +72,28 @@ class PeftConfig:
         rank = self.rank_of(module)
         alpha = _by_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def peft_config_of(lora: LoraConfig, base_model: str | None = None) -> PeftConfig:
+    """Adapters of the trainer, in PEFT's terms.
+
+    Raises:
+      ValueError: parameters were trained whole beside the adapters.
+    """
+    if lora.train:
+        raise ValueError(
+            f"lora.train={lora.train!r}: parameters that were trained whole beside the adapters,"
+            " which have no place in a folder of adapters; train without --lora.train"
+        )
+    assert lora.rank is not None
+    return PeftConfig(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        target_modules=tuple(name for name, path in MODULES.items() if path in lora.layers),
+        dropout=lora.dropout,
+        rslora=lora.rslora,
+        base_model=base_model,
+    )
 
 
 def read_peft_config(values: Mapping[str, Any]) -> PeftConfig:

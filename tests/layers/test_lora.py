@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import jax
@@ -141,6 +143,32 @@ def test_no_gradient_of_a_kernel_is_computed(make_mesh: MeshFactory, implementat
     products = [eqn.outvars[0].aval.shape for eqn in equations(run, arguments, "dot_general")]
     kernels = {(FEATURES, HIDDEN // 2), (HIDDEN // 2, FEATURES)}
     assert products and not kernels & set(products)
+
+
+def test_the_compiled_layers_have_no_collective_of_their_own_for_adapters(make_mesh: MeshFactory):
+    # 20 tokens, not 24: a product of tokens then has no size of a kernel.
+    x, weight = (jax.random.normal(jax.random.key(n), (BATCH, 20, FEATURES)) for n in (3, 4))
+    run, arguments = gradients(make_mesh({"tensor": 2}), x, weight, implementation="xla")
+    text = run.lower(*arguments).compile().as_text()
+    found = re.findall(r" = (\S+|\(.*?\)) (dot|all-[\w-]+|reduce-scatter|custom-call)\(", text)
+    widths = {
+        kind: sorted(shape_of(types)[-1] for types, each in found if each == kind)
+        for kind in ("all-gather", "reduce-scatter")
+    }
+    # One for each layer and pass, with what the adapter adds to it.
+    assert widths == {kind: [LORA.rank] * 2 + [FEATURES] * 2 for kind in widths}
+    # The gradients of the two parameters that every device has whole, summed at once.
+    (summed,) = (types for types, kind in found if kind == "all-reduce")
+    assert summed.count("f32") == 2 and all(str(size) in summed for size in (FEATURES, LORA.rank))
+    products = [shape_of(types) for types, kind in found if kind in ("dot", "custom-call")]
+    sizes = [math.prod(shape) for shape in products]
+    assert sizes and FEATURES * HIDDEN // 2 not in sizes
+
+
+def shape_of(types: str) -> tuple[int, ...]:
+    """The shape of an array in the text of a program."""
+    (sizes,) = re.findall(r"\[([\d,]*)\]", types.partition("{")[0])
+    return tuple(map(int, sizes.split(",")))
 
 
 def test_a_frozen_layer_has_the_gradient_of_x_alone(make_mesh: MeshFactory):

@@ -200,7 +200,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "not a linear": (
         {"norm": Column()},
         "plan['norm']: 'norm' is a LayerNorm, defined in flax.nnx.nn.normalization; Column() takes"
-        " nnx.Linear and nnx.LinearGeneral. Narrow the pattern so that it matches only such layers",
+        " nnx.Linear, nnx.LinearGeneral, nnx.LoRALinear and nnx.LoRA. Narrow the pattern so that it"
+        " matches only such layers",
     ),
     "container": ({"blocks.?": Row()}, "plan['blocks.?']: 'blocks.0' is a FeedForward"),
     "two patterns": (
@@ -269,20 +270,22 @@ class Experts(nnx.Module):
         (
             Experts,
             "'0' is a Experts, defined in tests.layers.test_parallelize_nnx; Column() takes"
-            " nnx.Linear and nnx.LinearGeneral. Its parameters are stacked matrices, like those of"
+            " nnx.Linear, nnx.LinearGeneral, nnx.LoRALinear and nnx.LoRA."
+            " Its parameters are stacked matrices, like those of"
             " experts. To divide experts over devices, build a"
             " collective_matmul.layers.ExpertMLP in its place, and leave it out of the plan",
         ),
         (
             lambda rngs: nnx.Conv(4, 8, kernel_size=(3,), rngs=rngs),
             "'0' is a Conv, defined in flax.nnx.nn.linear; Column() takes"
-            " nnx.Linear and nnx.LinearGeneral. Narrow the pattern so that it matches only such"
-            " layers",
+            " nnx.Linear, nnx.LinearGeneral, nnx.LoRALinear and nnx.LoRA. Narrow the pattern so"
+            " that it matches only such layers",
         ),
         (
             lambda rngs: ColumnParallelLinear(4, 8, rngs=rngs),
             "'0' is a ColumnParallelLinear, defined in collective_matmul.layers.linear; Column()"
-            " takes nnx.Linear and nnx.LinearGeneral. Layers of collective_matmul are parallel by"
+            " takes nnx.Linear, nnx.LinearGeneral, nnx.LoRALinear and nnx.LoRA."
+            " Layers of collective_matmul are parallel by"
             " their own arguments, such as axis_name: leave it out of the plan",
         ),
         (
@@ -297,7 +300,8 @@ class Experts(nnx.Module):
         (
             lambda rngs: nnx.MultiHeadAttention(4, 8, rngs=rngs),
             "'0' is a MultiHeadAttention, defined in flax.nnx.nn.attention; Column() takes"
-            " nnx.Linear and nnx.LinearGeneral. Heads() takes Flax's attention modules",
+            " nnx.Linear, nnx.LinearGeneral, nnx.LoRALinear and nnx.LoRA."
+            " Heads() takes Flax's attention modules",
         ),
     ],
 )

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.sharding import PartitionSpec as P
 
-from collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from collective_matmul import all_gather_matmul, matmul_reduce_scatter, overlap
 from collective_matmul.mosaic_gpu import chunk_matmul
 from collective_matmul.operands.arithmetic import add, contract_rows
 from collective_matmul.operands.chunked import read
@@ -268,3 +269,59 @@ def test_one_gather_serves_both_terms_of_a_difference(
     actual, expected = jax.jit(lambda *args: (ring(plain)(*args), plain(*args)))(*arguments)
     assert sum(launches.values()) == 2  # The operands of the weight gradients differ.
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("sums", ["psum_scatter", "psum"])
+def test_no_gradient_of_a_stopped_weight_is_computed(make_mesh: MeshFactory, sums: str):
+    def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        up = lax.stop_gradient(up).T
+        hidden = jnp.sin(lax.all_gather(x, AXIS, axis=0, tiled=True) @ up)
+        y = hidden @ jnp.reshape(lax.stop_gradient(down), (24, 12))
+        if sums == "psum":
+            return lax.psum(y, AXIS)
+        return lax.psum_scatter(y, AXIS, scatter_dimension=0, tiled=True)
+
+    result = P() if sums == "psum" else P(AXIS)
+    specs = P(AXIS), P(AXIS), P(AXIS)
+    program = jax.shard_map(
+        block, mesh=make_mesh({AXIS: 2}), in_specs=specs, out_specs=result, check_vma=True
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (20, 12), (48, 12), (48, 3, 4)
+    arguments = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+    def gradients(program: Callable[..., jax.Array]) -> Callable[..., Any]:
+        return jax.grad(lambda *args: jnp.sum(jnp.cos(program(*args))), (0, 1, 2))
+
+    replaced = gradients(overlap(program, implementation="ring" if sums != "psum" else "xla"))
+    jaxpr = jax.make_jaxpr(replaced)(*arguments)
+    assert 24 * 12 not in product_sizes(jaxpr.jaxpr)
+    for one, other in zip(replaced(*arguments), gradients(program)(*arguments), strict=True):
+        # Sums of 48 float32 numbers near 1, in another order.
+        assert jnp.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_beside_a_stopped_one_has_its_gradient(make_mesh: MeshFactory):
+    def block(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        x = lax.all_gather(x, AXIS, axis=0, tiled=True)
+        return jnp.sin(x @ lax.stop_gradient(gate)) * (x @ up)
+
+    specs = P(AXIS), P(None, AXIS), P(None, AXIS)
+    mesh = make_mesh({AXIS: 2})
+    program = jax.shard_map(block, mesh=mesh, in_specs=specs, out_specs=P(None, AXIS))
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (20, 12), (12, 48), (12, 48)
+    arguments = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+    found = [
+        jax.grad(lambda *args: jnp.sum(jnp.cos(each(*args))), (0, 1, 2))(*arguments)  # noqa: B023
+        for each in (program, overlap(program, implementation="ring"))
+    ]
+    for one, other in zip(*found, strict=True):
+        assert jnp.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def product_sizes(jaxpr: Any) -> set[int]:
+    """The sizes of the results of all matmuls."""
+    own = {e.outvars[0].aval.size for e in jaxpr.eqns if e.primitive.name == "dot_general"}
+    inner = (product_sizes(j) for e in jaxpr.eqns for j in jaxprs_in_params(e.params))
+    return own.union(*inner)

@@ -252,6 +252,29 @@ def test_a_model_learns_a_format_and_is_evaluated_on_its_answers(tmp_path, forma
     assert sorted(path.name for path in (tmp_path / "saved").glob("step_*")) == ["step_120"]
 
 
+@pytest.mark.exhaustive
+def test_adapters_learn_a_format_and_a_resume_is_exact(tmp_path, format_data, capsys):
+    # The weights have learnt another format of the same letters.
+    others = [question(chr(97 + n), f">{chr(65 + n)}<") for n in range(4)] * 50
+    base, run, whole, resumed = (tmp_path / name for name in ("base", "run", "whole", "resumed"))
+    flags = shlex.split(
+        "--mesh.tensor 2 --mesh.data 2 --batch-size 8 --sequence-length 32 --steps 60"
+        " --optimizer.learning-rate 0.01 --optimizer.warmup-steps 5"
+    )
+    data = lines(tmp_path / "others.jsonl", *others)
+    main([*RUN, *flags, "--data", data, "--checkpoint-dir", str(base)])
+    arguments = [*RUN, *flags, "--data", format_data, "--init-from", str(base)]
+    arguments += ["--lora.rank", "8", "--lora.dropout", "0.05", "--checkpoint-dir", str(run)]
+    main([*arguments, "--save-interval", "40", "--log-file", str(whole)])
+    curve = losses(whole)
+    go_on = re.findall(r"to go on: .*", capsys.readouterr().out)[-1]
+    assert f"--init-from {base}" in go_on
+    # Four numbers of an answer, of which the letter may still be any of four.
+    assert curve[0] > 2 and np.mean(curve[-10:]) < np.log(4) / 4 + 0.05
+    main([*arguments, "--resume-step", "40", "--log-file", str(resumed)])
+    assert losses(resumed) == curve[40:]
+
+
 def first_losses(folder: Path, *flags: str) -> list[float]:
     """Losses of two steps with answers whose lengths differ."""
     chats = [question("q" * n, "answer " * (1 + n % 5)) for n in range(16)]
@@ -287,10 +310,12 @@ def test_a_masked_token_does_not_count(monkeypatch):
     seen = {}
 
     class Merged:
-        def loss_and_statistics(self, inputs, targets, documents, state):
+        def loss_and_statistics(self, inputs, targets, documents, state, dropout_key):
             return targets.astype(np.float32), None
 
     class Model:
+        freezes = False
+
         def merge(self, variables):
             return Merged()
 

@@ -28,7 +28,7 @@ from collective_matmul.operands.beside import RowsBeside, WeightsBeside, columns
 from collective_matmul.operands.multiply import matmul, multiplied
 from collective_matmul.operands.quantized import Quantized, format_of, prepared
 from collective_matmul.operands.scaling import as_row
-from collective_matmul.operands.sharded import whole
+from collective_matmul.operands.sharded import stored, whole
 from collective_matmul.ops.matmul.call import Call
 from collective_matmul.ops.matmul.reverse_mode import ReverseMode
 
@@ -41,6 +41,22 @@ def _weights(ws: Sequence[Any], dtype: Any, *, backward: bool, together: bool) -
     return [whole(w) for w in made]
 
 
+def _gathered_formats(ws: Sequence[Any]) -> list[Any]:
+    """Weights of which those that are shards of one frozen matrix are whole. Arrays stay shards."""
+
+    def gathered(w: Any) -> Any:
+        value = stored(w)
+        if value is w or not isinstance(value, Quantized) or not _has_one_matrix(value):
+            return w
+        return dataclasses.replace(value, forward=w.with_value(value.forward).gathered())
+
+    return [gathered(w) for w in ws]
+
+
+def _has_one_matrix(w: Any) -> bool:
+    return isinstance(w, Quantized) and w.array is None and w.backward is None
+
+
 def _for_backward(
     dys: Sequence[jax.Array], ws: Sequence[Any]
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
@@ -50,7 +66,7 @@ def _for_backward(
     """
     made: list[tuple[jax.Array, Any]] = []
     for dy, w in zip(dys, ws, strict=True):
-        if isinstance(w, Quantized) and w.array is None and w.backward is None:
+        if _has_one_matrix(w):
             backward, factor = w.format.transposed(w.forward)
             w = dataclasses.replace(w, backward=backward)
             if factor is not None:
@@ -69,6 +85,7 @@ def _gathered(
 ) -> tuple[tuple[jax.Array, ...], Columns]:
     """``all_gather(x) @ w`` for each w, and the gathered columns."""
     attributes: dict[str, Any] = {"columns_beside": _count(columns)}
+    ws = _gathered_formats(ws)
     if backward:
         attributes["direction"] = "backward"
         (x,), ws = _for_backward([x], ws)
@@ -91,6 +108,7 @@ def _scattered(
 ) -> tuple[jax.Array, Columns]:
     """``reduce_scatter(sum of x @ w)``, and the columns, summed and scattered too."""
     attributes: dict[str, Any] = {"columns_beside": _count(columns)}
+    ws = _gathered_formats(ws)
     if backward:
         attributes["direction"] = "backward"
         xs, ws = _for_backward(xs, ws)
@@ -109,6 +127,7 @@ def _summed(
     call: Call, xs: Sequence[jax.Array], columns: Columns, ws: Sequence[Any]
 ) -> tuple[jax.Array, Columns]:
     """``psum(sum of x @ w)``, and the sums of the columns."""
+    ws = _gathered_formats(ws)
     backend, request = call.choose("matmul_all_reduce", xs, ws)
     rows = tuple(map(multiplied, format_of(ws).rows(xs)))
     weights = _weights(ws, xs[0].dtype, backward=False, together=True)
@@ -123,7 +142,7 @@ def _sum_gradients(call: Call, ws: Sequence[Any], dy: jax.Array, dcolumns: Colum
         dy, dcolumns = jax.tree.map(lambda array: vary_over(array, axes), (dy, dcolumns))
     else:
         dy, dcolumns = jax.tree.map(lambda array: psum(array, call.axis_name), (dy, dcolumns))
-    (dy,), ws = _for_backward([dy], ws)
+    (dy,), ws = _for_backward([dy], _gathered_formats(ws))
     (rows,) = format_of(ws).rows([dy], of_gradient=True)
     weights = _weights(ws, dy.dtype, backward=True, together=False)
     turned = not call.transpose_w

@@ -106,7 +106,7 @@ def _checked(x: Any, ws: Any, recipe: Any, shards: WeightShards | None) -> tuple
     ws = tuple(ws)
     if all(isinstance(w, Quantized) and w.array is None and w.backward is None for w in ws):
         for w in ws:  # Quantized one by one: scales in common are needed by sums alone.
-            if w.fp8 != recipe or w.dtype != x.dtype or w.shards != shards:
+            if w.fp8 != recipe or w.dtype != x.dtype:
                 raise ValueError(
                     f"w: frozen in {w.fp8!r} for products in {w.dtype}; expected fp8={recipe!r} and"
                     f" {x.dtype}, the dtype of x; quantize it so"

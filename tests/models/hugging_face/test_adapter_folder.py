@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.hugging_face import AdapterFolder, MergedParams, ModelFolder, write, write_adapter
+from models.checkpoint.orbax_manager import save_params
+from models.config import LlamaConfig
+from models.generation import Generator
+from models.generation.adapter_params import adapters_in_common
+from models.generation.generator import make_mesh
+from models.generation.text import answer
+from models.hugging_face import (
+    AdapterFolder,
+    MergedParams,
+    ModelFolder,
+    PeftConfig,
+    load,
+    write,
+    write_adapter,
+)
 from models.hugging_face.peft_config import read_peft_config, write_peft_config
 from models.hugging_face.tensor_names import tensors
 from tests.models.hugging_face.folders import DATA
@@ -47,6 +63,88 @@ def test_merged_logits_are_those_of_peft(name, devices):
     assert np.max(np.abs(computed - expected["logits"])) < 1e-4 * scale
     base = logits_of(generator, params, expected["tokens"])
     assert np.max(np.abs(base - expected["logits"])) > 1e-2 * scale
+
+
+@pytest.mark.parametrize(
+    "name", [FAMILIES[0], *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FAMILIES[1:])]
+)
+def test_logits_beside_the_weights_are_those_of_peft(name):
+    folder, given, expected = ModelFolder(DATA / name), adapter(name), expected_of(name)
+    lora = adapters_in_common([given])
+    generator = Generator(folder.config, mesh=make_mesh(2), dtype="float32", lora=lora)
+    params = load(folder, generator.base_params) | generator.adapter_params(given)
+    computed = logits_of(generator, params, expected["tokens"])
+    scale = np.max(np.abs(expected["logits"]))
+    assert np.max(np.abs(computed - expected["logits"])) < 1e-4 * scale  # As above.
+
+
+def test_the_generate_command_answers_with_each_adapter_by_name(commands, tmp_path, capsys):
+    folder, first = ModelFolder(DATA / "llama3"), adapter("llama3")
+    config = PeftConfig(rank=1, alpha=2.0, target_modules=("v_proj",))
+    rng = np.random.default_rng(0)
+    params = {
+        f"layers.{n}.attention.projection.value.{end}": rng.normal(size=shape).astype("float32")
+        for n in range(folder.config.num_layers)
+        for end, shape in value_shapes(folder.config).items()
+    }
+    write_adapter(tmp_path / "second", folder.config, config, params)
+    second = AdapterFolder(tmp_path / "second", folder.config)
+    generator, base = loaded("llama3", 1)
+    options: dict[str, Any] = {"max_new_tokens": 5}
+    answers = [
+        answer(generator, dict(MergedParams(base, each)), folder, ["Hello"], **options)[0]
+        for each in (first, second)
+    ]
+    assert len(set(answers)) == 2
+    arguments = ["--prompt", "Hello", "--dtype", "float32", "--max-new-tokens", "5"]
+    folders = ["--adapter", f"one={first.path}", str(second.path)]
+    commands(["generate", str(folder.path), *arguments, *folders])
+    assert capsys.readouterr().out == f"one:\n{answers[0]}\nsecond:\n{answers[1]}\n"
+    with pytest.raises(SystemExit):
+        commands(["generate", str(folder.path), *arguments, "--adapter", *[str(second.path)] * 2])
+    assert "another one is named 'second'" in " ".join(capsys.readouterr().err.split())
+
+
+def value_shapes(model: LlamaConfig) -> dict[str, tuple[int, int]]:
+    return {
+        "lora_a": (model.features, 1),
+        "lora_b": (1, model.num_key_value_heads * model.head_dim),
+    }
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_export_command_writes_adapters_of_a_checkpoint(commands, tmp_path, stacked):
+    model = ModelFolder(DATA / "llama3").config
+    rng, count = np.random.default_rng(0), model.num_layers
+    whole = {
+        end: rng.normal(size=(count, *shape)).astype("float32")
+        for end, shape in value_shapes(model).items()
+    }
+    path = "attention.projection.value"
+    params: dict[str, Any] = {f"layers.{path}.{end}": jnp.asarray(a) for end, a in whole.items()}
+    if not stacked:
+        params = {
+            f"layers.{n}.{path}.{end}": jnp.asarray(a[n])
+            for end, a in whole.items()
+            for n in range(count)
+        }
+    lora = {"rank": 1, "alpha": 3.0, "rslora": True, "targets": "v_proj", "dropout": 0.1}
+    configuration = {"model": dataclasses.asdict(model), "lora": lora, "init_from": "base"}
+    save_params(tmp_path / "run", params, configuration)
+    commands(["export", str(tmp_path / "run"), str(tmp_path / "out")])
+    written = AdapterFolder(tmp_path / "out", model)
+    expected = PeftConfig(
+        rank=1, alpha=3.0, target_modules=("v_proj",), dropout=0.1, rslora=True, base_model="base"
+    )
+    assert written.config == expected
+    for end, array in whole.items():
+        for n in range(count):
+            np.testing.assert_array_equal(written.params[f"layers.{n}.{path}.{end}"], array[n])
+    lora["train"] = "layers.*norm.scale"
+    save_params(tmp_path / "more", params, configuration)
+    with pytest.raises(SystemExit):
+        commands(["export", str(tmp_path / "more"), str(tmp_path / "other")])
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
