@@ -99,7 +99,8 @@ class ContextCase(AttentionCase):
         program = jit(both)
         runs = [jax.device_get(program(*arrays)) for _ in range(times)]
         # No sinks, no gradients of them.
-        return [Attended(*(x[:, back] for x in run), np.zeros_like(operands[3])) for run in runs]
+        sinks = np.zeros_like(operands[3])
+        return [Attended(*(x[:, back] for x in run), dsinks=sinks) for run in runs]
 
     def check_on(self, make_mesh: Callable, seed: int = 0, *, repeats: bool = False) -> None:
         """Compares with dense attention; with `repeats`, a second run bit for bit too."""
