@@ -35,7 +35,9 @@ QUICK = [
     ContextCase(devices=2, queries=12, implementation="gather", window=5, segments=True),
     ContextCase(devices=4, queries=16, implementation="gather", kernel=PARTS, window=4),
     ContextCase(devices=3, queries=18, implementation="ring", dtype="float16", scale=0.3),
-    ContextCase(devices=2, queries=12, implementation="ulysses", window=5, segments=True),
+    ContextCase(
+        devices=3, queries=18, implementation="ulysses", key_value_heads=3, window=5, segments=True
+    ),
 ]
 
 
