@@ -31,7 +31,7 @@ _WEIGHTS_ADVICE = (
 _ADDITIONS = ("add", "add_any", "sub", "concatenate")
 
 
-class _Flow(Flow):
+class _ExpertFlow(Flow):
     """The dataflow of a jaxpr, and its grouped products."""
 
     def __init__(self, jaxpr: Jaxpr):
@@ -64,7 +64,7 @@ class ExpertBlocks:
         """Finds the blocks of a jaxpr. What was found from outside of it stays: that saw more."""
         if not _holds_grouped(jaxpr):
             return
-        flow = _Flow(jaxpr)
+        flow = _ExpertFlow(jaxpr)
         for step in flow.steps:
             kind = kind_of(step.equation)
             if kind is None or len(step.operands) != 1:
@@ -82,7 +82,7 @@ class ExpertBlocks:
         return reason
 
 
-def _reason_of_gather(flow: _Flow, gather: NumberedEquation) -> str | None:
+def _reason_of_gather(flow: _ExpertFlow, gather: NumberedEquation) -> str | None:
     rows = flow.reached(
         gather.results,
         lambda step, number: number in step.rows and not step.takes_as_factors(number),
@@ -103,7 +103,7 @@ def _reason_of_gather(flow: _Flow, gather: NumberedEquation) -> str | None:
     return None
 
 
-def _product_beside(flow: _Flow, scaled: NumberedEquation) -> NumberedEquation | None:
+def _product_beside(flow: _ExpertFlow, scaled: NumberedEquation) -> NumberedEquation | None:
     """The first grouped product that scaled rows come from or go to, if there is one."""
     after = flow.rows_of(scaled.results)
     if product := _product_of_rows(flow, after):
@@ -112,7 +112,7 @@ def _product_beside(flow: _Flow, scaled: NumberedEquation) -> NumberedEquation |
     return next((step for step in behind if _is_grouped(step.equation)), None)
 
 
-def _product_of_rows(flow: _Flow, rows: Collection[int]) -> NumberedEquation | None:
+def _product_of_rows(flow: _ExpertFlow, rows: Collection[int]) -> NumberedEquation | None:
     """The first grouped product that multiplies rows of tokens, if there is one."""
     for product in flow.products:
         taken = product.operands[:2] if _makes_weights(product) else product.operands[:1]
@@ -121,7 +121,7 @@ def _product_of_rows(flow: _Flow, rows: Collection[int]) -> NumberedEquation | N
     return None
 
 
-def _reason_of_sum(flow: _Flow, summed: NumberedEquation) -> str | None:
+def _reason_of_sum(flow: _ExpertFlow, summed: NumberedEquation) -> str | None:
     operand = type_of(summed.equation.invars[0])
     scatters = kind_of(summed.equation) == "reduce_scatter"
     if operand.ndim < 2:

@@ -22,7 +22,9 @@ _ROWS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("mul", "div"), (0, 1)),
     **dict.fromkeys(("convert_element_type", "copy", "copy_p", "name", "neg", "pvary"), (0,)),
     **dict.fromkeys(("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose"), (0,)),
-    **dict.fromkeys(("pad", "slice", "split", "rev", "reduce_sum", "sharding_constraint"), (0,)),
+    **dict.fromkeys(
+        ("pad", "slice", "split", "unstack", "rev", "reduce_sum", "sharding_constraint"), (0,)
+    ),
 }
 #: A loop is followed once.
 _CALLS = CALLS | {"scan"}
