@@ -30,7 +30,7 @@ from benchmarks.report import Report
 from benchmarks.settings import check_least, check_names
 from models import rotary
 from models.rematerialization import Remat
-from train.batches import BATCH_SPEC
+from train.batches import batch_specs
 from train.config import Config, MeshConfig, MeshSizes, Zero
 from train.config_checks import check
 from train.mesh import make_mesh, mesh_sizes
@@ -149,7 +149,7 @@ class TrainCase:
         tokens = jax.ShapeDtypeStruct(
             (config.batch_size, config.sequence_length),
             "int32",
-            sharding=NamedSharding(mesh, BATCH_SPEC),
+            sharding=NamedSharding(mesh, batch_specs(["inputs"], mesh)["inputs"]),
         )
 
         def make() -> Training:

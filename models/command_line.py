@@ -34,6 +34,14 @@ class Devices:
 
 
 @dataclass(frozen=True)
+class GenerateDevices(Devices):
+    """The devices that answer."""
+
+    context: int = 1
+    """Number of groups of `tensor` devices that a long prompt is divided over."""
+
+
+@dataclass(frozen=True)
 class Import:
     """Make a checkpoint, which the trainer and export read, from a Hugging Face folder."""
 
@@ -96,7 +104,7 @@ class Generate:
     shape."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of parameters and of the computation."""
-    devices: Devices = field(default_factory=Devices)
+    devices: GenerateDevices = field(default_factory=GenerateDevices)
 
 
 Command = (
@@ -229,7 +237,7 @@ def run_generate(command: Generate) -> None:
     adapters = _named_adapters(command.adapter, folder.config)
     generator = Generator(
         folder.config,
-        mesh=_mesh(folder.config, command.devices),
+        mesh=_mesh(folder.config, command.devices, command.devices.context),
         implementation=names,
         dtype=command.dtype,
         lora=adapters_in_common(adapters.values()),
@@ -274,7 +282,7 @@ def _named_adapters(values: Sequence[str], config: LlamaConfig) -> dict[str, Any
     return found
 
 
-def _mesh(config: LlamaConfig, devices: Devices) -> jax.sharding.Mesh:
+def _mesh(config: LlamaConfig, devices: Devices, context: int = 1) -> jax.sharding.Mesh:
     """A mesh of the devices asked for, or of the most that the model can be sharded over."""
     from models.generation.generator import make_mesh, most_devices
 
@@ -283,7 +291,13 @@ def _mesh(config: LlamaConfig, devices: Devices) -> jax.sharding.Mesh:
         raise ValueError(
             f"devices.tensor={devices.tensor}: expected at most the {count} devices there are, or 0"
         )
-    return make_mesh(devices.tensor or most_devices(config))
+    least = max(devices.tensor, 1)
+    if not 1 <= context <= count // least:
+        raise ValueError(
+            f"devices.context={context}: expected 1 to {count // least}, as there are {count}"
+            f" devices, and devices.tensor={devices.tensor}"
+        )
+    return make_mesh(devices.tensor or most_devices(config, context), context)
 
 
 def _simulate(devices: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -9,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.ops.matmul.checks import RecipeName
+from collective_matmul.rewrite.attention_blocks import AttentionBlocks
 from collective_matmul.rewrite.collective_equations import (
     collective_of,
     collectives_in,
@@ -96,6 +98,7 @@ class Rewriter:
         self._residuals: dict[int, list[ChunkedResidual]] = {}
         self._forwarded: dict[tuple, Any] = {}
         self._expert_blocks = ExpertBlocks()
+        self._attention_blocks = AttentionBlocks()
         #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
         self._regions: set[int] = set()
         self._inlines = True
@@ -132,6 +135,7 @@ class Rewriter:
         graph = Graph(original)
         if self._axis_sizes:
             self._expert_blocks.look_into(original)
+            self._attention_blocks.look_into(original)
             graph = self._narrowed(self._bring_together(graph))
         else:
             graph = self._with_regions(graph, region)
@@ -315,7 +319,9 @@ class Rewriter:
                 continue
             match = self._match(graph, index)
             if isinstance(match, str):
-                reason = self._expert_blocks.reason(equation) or self._reason_inside(graph, index)
+                reason = self._expert_blocks.reason(equation)
+                reason = reason or self._attention_blocks.remark(equation)
+                reason = reason or self._reason_inside(graph, index)
                 reports[index] = left_alone(equation, reason or match)
             else:
                 matches.append(match)
@@ -348,7 +354,7 @@ class Rewriter:
             matches = [match for match in again if not isinstance(match, str)]
         sites = [site for _, site in accepted.values() if not (self._keeps and stays_itself(site))]
         sites = self._tracer.without_needed(graph, sites, *context)
-        reports |= _reports(graph, accepted, sites)
+        reports |= _reports(graph, accepted, sites, self._attention_blocks)
         self.found += [reports[index] for index in sorted(reports)]
         return sites
 
@@ -381,6 +387,7 @@ def _reports(
     graph: Graph,
     accepted: Mapping[int, tuple[PlacedMatch, TracedSite]],
     sites: Sequence[TracedSite],
+    attention: AttentionBlocks,
 ) -> dict[int, FoundSite]:
     """The reports of accepted sites, and of gathers of weights that are possible in their ops.
 
@@ -388,6 +395,7 @@ def _reports(
       graph: dataflow of the jaxpr.
       accepted: the matches, with all such gathers, and their sites, by the index of the collective.
       sites: those that replace equations of the program, as they do.
+      attention: what has an op of its own, which the reports name.
     """
     reports: dict[int, FoundSite] = {}
     replacing = {site.placed.match.index: site for site in sites}
@@ -395,6 +403,8 @@ def _reports(
         site = replacing.get(index, traced)
         decision, matmuls = site.decisions[0], placed.match.matmuls
         equation = graph.equations[index]
+        if remark := attention.remark(equation):
+            decision = dataclasses.replace(decision, reason=f"{decision.reason}; {remark}")
         replaced = index in replacing
         reports[index] = (replaced_by if replaced else kept_as_it_is)(equation, matmuls, decision)
         for weight in placed.weights:

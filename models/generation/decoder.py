@@ -3,7 +3,8 @@
 A prompt goes through the collective matmuls with its sequence sharded between layers, as in
 training. One token cannot be divided: then column-parallel layers do not gather, and row-parallel
 ones sum over the tensor axis. Legend of local shapes: B is batch, S the padded length of prompts, D
-the size of the tensor axis, V the vocabulary.
+the size of the tensor axis, V the vocabulary. If a context axis of C devices divides prompts, S is
+the S/C tokens of a device in `prefill`, in the zigzag layout, and caches have all tokens.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from collective_matmul import zigzag_order
 from models import vocabulary
+from models.documents import locate_part
 from models.generation.cache import LayerCache, appended, attend, filled
 from models.llama import Block, Llama
 
@@ -42,19 +46,24 @@ def prefill(
       holds after a prompt is overwritten before it is read.
     """
 
+    axis = None if model.context is None else model.context.name
+    places = None if axis is None else locate_part(None, tokens.shape[1], axis).positions
+
     @jax.jit
     def apply(block: Block, x: jax.Array) -> tuple[jax.Array, LayerCache]:
         attention = block.attention
-        query, key, value = attention.heads(block.attention_norm(x), None)
+        query, key, value = attention.heads(block.attention_norm(x), places)
         x = x + attention.output(attention.attend(query, key, value))
         x = x + block.feed(block.feed_forward_norm(x))[0]
+        if axis is not None:
+            key, value = _in_order(key, axis), _in_order(value, axis)
         return x, filled(key, value, capacity)
 
     x, caches = _embed(model, tokens), []
     for block in _blocks(model):
         x, cache = apply(block, x)
         caches.append(cache)
-    return _logits(model, _last_rows(x, lengths, model.axis_name)), caches
+    return _logits(model, _last_rows(x, lengths, model.axis_name, places, axis)), caches
 
 
 def decode(
@@ -106,14 +115,37 @@ def _embed(model: Llama, tokens: jax.Array) -> jax.Array:
     return vocabulary.embed(tokens, table, model.axis_name)
 
 
-def _last_rows(x: jax.Array, lengths: jax.Array, axis_name: str) -> jax.Array:
+def _in_order(heads: jax.Array, axis_name: str) -> jax.Array:
+    """Keys or values of all devices in the order of positions: [B, S/C, K, H] -> [B, S, K, H]."""
+    devices = lax.axis_size(axis_name)
+    # Chunks change places, not tokens.
+    chunks = heads.reshape(len(heads), 2, -1, *heads.shape[2:])
+    chunks = lax.all_gather(chunks, axis_name, axis=1, tiled=True)
+    chunks = jnp.take(chunks, np.argsort(zigzag_order(2 * devices, devices)), axis=1)
+    return chunks.reshape(len(heads), -1, *heads.shape[2:])
+
+
+def _last_rows(
+    x: jax.Array,
+    lengths: jax.Array,
+    axis_name: str,
+    places: jax.Array | None,
+    context: str | None,
+) -> jax.Array:
     """The row of each sequence's last token, on every device: [B, S/D, features] -> [B, 1,
-    features]."""
+    features]. `places` [1, S] are the positions of a device's part of prompts, if a context axis
+    divides them."""
     rows = x.shape[1]
-    own = lengths - 1 - lax.axis_index(axis_name) * rows
+    last, first = lengths - 1, lax.axis_index(axis_name) * rows
+    if places is None:
+        own, axes = last - first, (axis_name,)
+    else:
+        is_last = places == last[:, None]
+        own = jnp.where(is_last.any(axis=1), jnp.argmax(is_last, axis=1) - first, -1)
+        axes = (axis_name, context)
     found = jnp.take_along_axis(x, own[:, None, None], axis=1, mode="fill", fill_value=0)
     found = jnp.where((own >= 0)[:, None, None], found, 0)
-    return lax.psum(found, axis_name)
+    return lax.psum(found, axes)
 
 
 def _logits(model: Llama, x: jax.Array) -> jax.Array:

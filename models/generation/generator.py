@@ -1,4 +1,4 @@
-"""Answers to batches of prompts, over the devices of a tensor axis."""
+"""Answers to batches of prompts, over the devices of a tensor axis, and of a context axis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import overlap_jit
+from collective_matmul import overlap_jit, zigzag_order
 from models.adapters import LoraConfig, Training, is_adapter
 from models.config import LlamaConfig
 from models.generation import decoder
@@ -27,7 +27,7 @@ Params = dict[str, jax.Array]
 #: What a launch of decoding goes on from: tokens, their places, whether sequences have ended.
 Ends = tuple[jax.Array, jax.Array, jax.Array]
 
-AXIS = "tensor"
+AXIS, CONTEXT = "tensor", "context"
 LIKELIEST = Sampling()
 CACHE_SPEC = P(None, AXIS)
 #: A token passes through no ring of chunks, for which `overlap_jit` keeps XLA from merging matmuls.
@@ -44,13 +44,14 @@ class Generator:
 
     Attributes:
       config: shape of the model.
-      mesh: its mesh, of one axis, "tensor".
+      mesh: its mesh, with an axis "tensor", and maybe an axis "context".
       abstract_params: global shapes, dtypes and shardings of the parameters by name.
 
     Args:
       config: shape of the model.
-      mesh: a mesh whose only axis is "tensor"; None: of as many devices as the model can be sharded
-        over.
+      mesh: a mesh with an axis "tensor", and maybe an axis "context", over which prompts are
+        divided; answers are computed on each of its tensor groups alike. None: a tensor axis of as
+        many devices as the model can be sharded over.
       implementation: which backends execute the collective matmuls, as the layers take it.
       dtype: dtype of parameters and of the computation.
       lora: adapters that the model has room for: see `adapters_in_common`. None: there are none.
@@ -58,7 +59,7 @@ class Generator:
         comparisons.
 
     Raises:
-      ValueError: for a model that the axis does not fit.
+      ValueError: for a model that the axis does not fit, or a mesh of other axes.
     """
 
     def __init__(
@@ -73,7 +74,12 @@ class Generator:
     ):
         self._jit = jit
         self.mesh = make_mesh(most_devices(config)) if mesh is None else mesh
-        size = self.mesh.shape[AXIS]
+        if AXIS not in self.mesh.shape or not {*self.mesh.shape} <= {AXIS, CONTEXT}:
+            raise ValueError(
+                f"mesh: has axes {tuple(self.mesh.shape)}; expected {AXIS!r}, and maybe"
+                f" {CONTEXT!r}: models.generation.generator.make_mesh makes such a mesh"
+            )
+        size, self._context = self.mesh.shape[AXIS], self.mesh.shape.get(CONTEXT, 1)
         self.config = config.padded_for(size)
         self.config.check_tensor_axis(size)
 
@@ -84,6 +90,7 @@ class Generator:
                 dtype=dtype,
                 key_value_copies=config.key_value_copies(size),
                 training=None if lora is None else Training(lora),
+                context_axis_name=CONTEXT if self._context > 1 else None,
                 rngs=nnx.Rngs(0),
             )
 
@@ -146,7 +153,7 @@ class Generator:
         answers = _Answers(prompts, max_new_tokens, self.config.context_length, on_token)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         tokens = self._padded(prompts)
-        unit = math.lcm(_SHORTEST, self.mesh.shape[AXIS])
+        unit = self._unit
         tokens_per_launch = min(tokens_per_launch, _rounded_up(answers.longest, unit))
         launches = -(-(answers.longest - 1) // tokens_per_launch)
         capacity = max(tokens.shape[1], int(lengths.max()) + 1 + launches * tokens_per_launch)
@@ -160,7 +167,9 @@ class Generator:
         stop = tuple(t for t in stop_tokens if 0 <= t < self.config.vocabulary_size)
         settings = sampling, stop
         with jax.set_mesh(self.mesh):
-            first, ends, caches = self.prefill(capacity, *settings)(params, tokens, lengths)
+            order = zigzag_order(tokens.shape[1], self._context)
+            prefill = self.prefill(capacity, *settings)
+            first, ends, caches = prefill(params, tokens[:, order], lengths)
             waiting = first[None]
             launch = self.decode(tokens_per_launch, *settings)
             # The next launch runs while the host reads the tokens of the last one.
@@ -173,10 +182,15 @@ class Generator:
             answers.take(np.asarray(waiting), stop)
         return answers.tokens
 
+    @property
+    def _unit(self) -> int:
+        """What divides padded lengths: devices have two chunks, and tensor devices equal rows."""
+        return math.lcm(_SHORTEST, self._context * math.lcm(2, self.mesh.shape[AXIS]))
+
     def _padded(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """Prompts of one padded length: int32 [B, S]."""
         longest = max(map(len, prompts))
-        unit = math.lcm(_SHORTEST, self.mesh.shape[AXIS])
+        unit = self._unit
         length = unit * 2 ** max(math.ceil(math.log2(longest / unit)), 0)
         tokens = np.zeros((len(prompts), length), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
@@ -192,14 +206,19 @@ class Generator:
 
     @functools.cache  # noqa: B019, a generator lives as long as its programs
     def prefill(self, capacity: int, sampling: Sampling, stop: tuple[int, ...]) -> Any:
-        """The program of prompts: parameters, tokens and lengths -> first tokens, ends, caches."""
+        """The program of prompts: parameters, tokens in zigzag order over the context axis, and
+        lengths -> first tokens, ends, caches."""
 
         def local(params: Params, tokens: jax.Array, lengths: jax.Array):
             logits, caches = decoder.prefill(self.model(params), tokens, lengths, capacity)
             first = self._choose(logits, lengths, sampling)
             return first, (first, lengths, _is_any_of(first, stop)), caches
 
-        return self._jitted(local, (self._specs, P(), P()), (P(), P(), CACHE_SPEC))
+        divided = self._context > 1
+        part = P(None, CONTEXT) if divided else P()
+        # Caches are gathered over the context axis, which their types do not show.
+        options = {"check_vma": not divided}
+        return self._jitted(local, (self._specs, part, P()), (P(), P(), CACHE_SPEC), options)
 
     @functools.cache  # noqa: B019
     def decode(self, count: int, sampling: Sampling, stop: tuple[int, ...]) -> Any:
@@ -222,14 +241,17 @@ class Generator:
 
         in_specs, out_specs = (self._specs, P(), CACHE_SPEC), (P(), P(), CACHE_SPEC)
         options = {"donate_argnums": (2,), "compiler_options": _DECODE_OPTIONS}
-        return self._jitted(local, in_specs, out_specs, **options)
+        return self._jitted(local, in_specs, out_specs, {}, **options)
 
     def _choose(self, logits: jax.Array, places: jax.Array, sampling: Sampling) -> jax.Array:
         size = self.config.vocabulary_size
         return choose(logits, places, sampling, vocabulary_size=size, axis_name=AXIS)
 
-    def _jitted(self, local: Callable, in_specs: Any, out_specs: Any, **options: Any) -> Any:
-        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+    def _jitted(
+        self, local: Callable, in_specs: Any, out_specs: Any, checks: Any, **options: Any
+    ) -> Any:
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        mapped = jax.shard_map(local, mesh=self.mesh, **specs, **checks)
         return self._jit(mapped, **options)
 
 
@@ -270,16 +292,18 @@ class _Answers:
                     self._on_token(number, token)
 
 
-def make_mesh(devices: int) -> Mesh:
-    """A mesh of one axis, "tensor", over the first devices."""
-    return jax.make_mesh(
-        (devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
-    )
+def make_mesh(tensor: int, context: int = 1) -> Mesh:
+    """A mesh of an axis "tensor", and of an axis "context" of more than one device, over the first
+    devices."""
+    sizes = {AXIS: tensor} if context == 1 else {CONTEXT: context, AXIS: tensor}
+    types = (AxisType.Auto,) * len(sizes)
+    devices = jax.devices()[: tensor * context]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
 
 
-def most_devices(config: LlamaConfig) -> int:
-    """The largest number of this machine's devices that a model can be sharded over."""
-    return max(filter(config.fits_tensor_axis, range(1, jax.device_count() + 1)))
+def most_devices(config: LlamaConfig, context: int = 1) -> int:
+    """The largest tensor axis that fits a model and this machine, beside a context axis."""
+    return max(filter(config.fits_tensor_axis, range(1, jax.device_count() // context + 1)))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], config: LlamaConfig) -> None:

@@ -44,6 +44,10 @@ def test_one_answer_is_printed_as_it_comes_and_several_when_they_are_there(
     several = capsys.readouterr().out.split("\n\n")
     assert several[0] == f"Hello{one.removesuffix(chr(10))}"
     assert several[1].startswith("World!")
+    commands(
+        ["generate", str(folder.path), "--prompt", "Hello", *options, "--devices.context", "2"]
+    )
+    assert capsys.readouterr().out == one
     tokenizer = folder.tokenizer()
     made = Generator(folder.config, mesh=make_mesh(1), dtype="float32")
     params = load(folder, made.abstract_params)
@@ -164,6 +168,11 @@ def test_words_of_sentence_piece_keep_their_space_and_bytes_are_printed_once(
         (["--prompt", "x" * 200], "prompts: number 0 has 201 tokens, and the model's context is"),
         (["--prompt", "x", "--top-p", "2"], "top_p=2.0: expected more than 0 and at most 1"),
         (["--prompt", "x", "--devices.tensor", "3"], "num_heads=4 is not divisible by a tensor"),
+        (["--prompt", "x", "--devices.context", "0"], "devices.context=0: expected 1 to 8, as"),
+        (
+            ["--prompt", "x", "--devices.context", "5", "--devices.tensor", "2"],
+            "devices.context=5: expected 1 to 4, as there are 8 devices, and devices.tensor=2",
+        ),
         (["--prompt", "x", "--devices.tensor", "99"], "devices.tensor=99: expected at most the 8"),
         (["--prompt", "x", "--implementation", "rings"], "rings"),
     ],

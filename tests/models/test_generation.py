@@ -86,6 +86,29 @@ def test_likeliest_tokens_are_those_of_the_reference(name, devices):
     assert answers == expected(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "context", "tensor"),
+    [
+        ("window", 2, 2),
+        pytest.param("padded", 3, 1, marks=pytest.mark.exhaustive),
+        pytest.param("biases", 4, 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_prompts_over_a_context_axis_have_the_same_answers(name, context, tensor, monkeypatch):
+    # Prompts of several chunks, whose last tokens are on several devices.
+    monkeypatch.setattr("models.generation.generator._SHORTEST", 1)
+    mesh = make_mesh(tensor, context)
+    made = Generator(MODELS[name], mesh=mesh, implementation="xla", dtype="float32")
+    answers = made(params_of(name, made), PROMPTS, max_new_tokens=NEW, tokens_per_launch=4)
+    assert answers == expected(name)
+
+
+def test_a_mesh_of_other_axes_is_refused():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(ValueError, match=r"mesh: has axes \('model',\); expected 'tensor'"):
+        Generator(MODELS["window"], mesh=mesh)
+
+
 def test_other_backends_and_launches_of_one_token_give_the_same():
     made = generator("biases", 2, "xla")
     params = params_of("biases", made)

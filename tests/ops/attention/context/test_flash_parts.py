@@ -21,13 +21,14 @@ from tests.ops.attention.context.reference import ContextCase
 BLOCK = 128
 
 
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(flash_attention, "missing_reason", lambda: None)
-    monkeypatch.setattr(jax.ffi, "ffi_call", library)
-    monkeypatch.setattr(type(KERNELS["flash3"]), "unsupported_reason", lambda *_: None)
-    jax.clear_caches()
-    yield
+@pytest.fixture(autouse=True, scope="module")
+def _installed() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_attention, "missing_reason", lambda: None)
+        patch.setattr(jax.ffi, "ffi_call", library)
+        patch.setattr(type(KERNELS["flash3"]), "unsupported_reason", lambda *_: None)
+        jax.clear_caches()
+        yield
     jax.clear_caches()
 
 
@@ -80,17 +81,14 @@ def library(name: str, results: Any, **_: Any) -> Any:
     "options",
     [
         {},
-        {"size": 12},
-        {"segments": True, "layout": "contiguous"},
-        {"window": 5, "segments": True},
+        {"window": 5, "segments": True, "size": 12},
         pytest.param({"causal": False, "segments": True}, marks=pytest.mark.exhaustive),
-        pytest.param({"causal": False}, marks=pytest.mark.exhaustive),
         pytest.param({"window": 9, "layout": "contiguous"}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
 def test_values_and_gradients(options: dict[str, Any], make_mesh: MeshFactory) -> None:
     case = ContextCase(
-        devices=3, queries=24, implementation="gather", kernel="flash3", check_vma=False, **options
+        devices=3, queries=18, implementation="gather", kernel="flash3", check_vma=False, **options
     )
     case.check_on(make_mesh)

@@ -22,56 +22,47 @@ from tests.ops.attention.context.reference import ContextCase
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
-DEVICES = (1, 2, 3, 6, 8)
-MASKS: list[dict[str, Any]] = [
-    {},
-    {"causal": False},
-    {"segments": True},
-    {"causal": False, "segments": True},
-    {"window": 5},
-    {"window": 1},
-    {"window": 29, "segments": True},
-]
+DEVICES = (1, 2, 3, 4)
+MASKS: list[dict[str, Any]] = [{}, {"causal": False}, {"window": 1}, {"window": 4}, {"window": 11}]
 HEADS = [(1, 2), (2, 1), (3, 2)]
 DTYPES = ("float32", "bfloat16", "float16")
 
 PARTS = NAME
 
 QUICK = [
-    ContextCase(devices=1, queries=26, layout="contiguous"),
-    ContextCase(devices=2, queries=28, implementation="xla", segments=True, groups=3),
-    ContextCase(devices=3, queries=30, implementation="xla", dtype="bfloat16", window=7),
-    ContextCase(devices=3, queries=30, implementation="gather", dtype="bfloat16"),
-    ContextCase(devices=2, queries=20, implementation="gather", window=7, segments=True),
-    ContextCase(devices=3, queries=30, implementation="gather", kernel=PARTS, segments=True),
-    ContextCase(devices=8, queries=32, implementation="gather", kernel=PARTS, window=6),
-    ContextCase(devices=2, queries=20, implementation="gather", kernel=PARTS, layout="contiguous"),
-    ContextCase(devices=3, queries=30, implementation="ring", dtype="float16", scale=0.3),
-    ContextCase(devices=2, queries=10, implementation="ring", layout="contiguous"),
-    ContextCase(devices=2, queries=20, implementation="ulysses", window=7, segments=True),
+    ContextCase(devices=3, queries=18, implementation="xla", window=5, segments=True, groups=3),
+    ContextCase(devices=3, queries=18, implementation="gather", dtype="bfloat16"),
+    ContextCase(devices=2, queries=12, implementation="gather", window=5, segments=True),
+    ContextCase(devices=4, queries=16, implementation="gather", kernel=PARTS, window=4),
+    ContextCase(devices=3, queries=18, implementation="ring", dtype="float16", scale=0.3),
+    ContextCase(
+        devices=3, queries=18, implementation="ulysses", key_value_heads=3, window=5, segments=True
+    ),
 ]
 
 
 def pairs() -> list[ContextCase]:
-    """Cases that hold each pair of a backend, number of devices, layout, mask, heads and dtype."""
+    """Cases that hold each pair of a backend, devices, layout, mask, documents, heads and dtype."""
     ways = [*((name, None) for name in BACKENDS), ("gather", PARTS)]
-    factors = (DEVICES, LAYOUTS, ways, range(len(MASKS)), HEADS, DTYPES)
-    names = ("devices", "layout", "way", "mask", "heads", "dtype")
+    factors = (DEVICES, LAYOUTS, ways, range(len(MASKS)), (False, True), HEADS, DTYPES)
+    names = ("devices", "layout", "way", "mask", "segments", "heads", "dtype")
     every = [case for case in itertools.product(*factors) if case[0] > 1 or case[2][1] is None]
     few = covering(every, lambda case: dict(zip(names, case, strict=True)))
     return [
         ContextCase(
             devices=devices,
-            queries=2 * devices * 5,
+            queries=2 * devices * 3,
+            size=8,
             layout=layout,
             implementation=implementation,
             kernel=kernel,
             groups=groups,
             key_value_heads=devices if implementation == "ulysses" else key_value_heads,
             dtype=dtype,
+            segments=segments,
             **MASKS[mask],
         )
-        for devices, layout, (implementation, kernel), mask, heads, dtype in few
+        for devices, layout, (implementation, kernel), mask, segments, heads, dtype in few
         for groups, key_value_heads in [heads]
     ]
 
@@ -84,16 +75,16 @@ def _parts() -> Iterator[None]:
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_values_and_gradients(case: ContextCase, make_mesh: MeshFactory) -> None:
-    case.check_on(make_mesh)
+    case.check_on(make_mesh, repeats=True)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", pairs(), ids=str)
 def test_values_and_gradients_of_all_pairs(case: ContextCase, make_mesh: MeshFactory) -> None:
-    case.check_on(make_mesh)
+    case.check_on(make_mesh, repeats=True)
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", [1, 2, 3, 6, 8])
 def test_zigzag_order_gives_each_device_an_early_and_a_late_chunk(devices: int) -> None:
     order = zigzag_order(6 * devices, devices)
     assert sorted(order) == list(range(6 * devices))
@@ -121,7 +112,7 @@ def test_kept_are_local_arrays_alone(make_mesh: MeshFactory) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", [1, 2, 3, 6, 8])
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 20])
 def test_every_device_receives_the_chunks_that_it_attends_to(
     window: int | None, devices: int, layout: Any
@@ -144,7 +135,7 @@ def test_every_device_receives_the_chunks_that_it_attends_to(
     assert {piece.offset for piece in pieces_of(request)} == attended | {0}
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", [1, 2, 3, 6, 8])
 def test_the_zigzag_layout_balances_causal_attention(devices: int) -> None:
     def pairs(layout: Any) -> int:
         return ContextRequest(1, 16, 1, 1, 8, np.dtype("float32"), (), devices, layout=layout).pairs
