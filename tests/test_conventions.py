@@ -32,6 +32,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "log",
         "peer_access",
         "source_location",
+        "transport",
         "xla_options",
     ),
     "mosaic_gpu": ("mosaic_gpu",),
