@@ -26,6 +26,7 @@ REPOSITORY = SourceTree(Path(__file__).parents[1], (*PROGRAMS, "tests", "docs"))
 ROOMS: dict[str, tuple[str, ...]] = {
     "ground": (
         "_compat",
+        "agreement",
         "data",
         "explicit_axes",
         "hardware",
