@@ -1,6 +1,7 @@
 """Processes that compare what they choose; each is started by `tests.processes.run`.
 
-Each writes to FILE what it found: how often a program was traced, and what was said of another.
+Each writes to FILE what it found: how often a program was traced, what was said of another, and
+what was tuned.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import all_gather_matmul, overlap_jit
+from collective_matmul import all_gather_matmul, overlap_jit, tune
 from collective_matmul.agreement import exchange, of_first_process
+from collective_matmul.ops.matmul.model_requests import sites
 from tests.processes import PROCESSES, place
 from tests.reference import AXIS
 
@@ -28,7 +30,16 @@ def main(address: str, number: int, file: Path) -> None:
     assert exchange(number) == list(range(PROCESSES))
     assert of_first_process(number) == 0
     found = {"traces": traces_of_equal_choices(), "error": error_of_different_choices(number)}
-    file.write_text(json.dumps(found))
+    file.write_text(json.dumps(found | tuned(file.with_name(f"table{number}.jsonl"))))
+
+
+def tuned(path: Path) -> dict[str, Any]:
+    """The seconds by backend of a site of all devices, its fields, and the file of the table."""
+    site, *_ = sites(["tiny"], [16], jax.device_count(), "float32")
+    quick: dict[str, Any] = {"groups": 1, "seconds_per_group": 0.001}
+    table = tune([site], implementations=["ring"], path=path, **quick)
+    ((measured, entry),) = table.entries.items()
+    return {"seconds": entry.seconds, "fields": measured.fields(), "table": path.read_text()}
 
 
 def run(implementation: str, traces: list[str], **options: Any) -> None:

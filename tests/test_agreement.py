@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -74,12 +74,31 @@ def test_one_process_agrees_with_itself() -> None:
     assert exchange([1, None]) == [[1, None]]
 
 
-def test_processes_compare_what_they_choose_before_they_compile(tmp_path: Path) -> None:
-    files = [tmp_path / f"{number}.json" for number in range(processes.PROCESSES)]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the processes have found."""
+    folder = tmp_path_factory.mktemp("found")
+    files = [folder / f"{number}.json" for number in range(processes.PROCESSES)]
     environments = [processes.ON_THE_CPU] * len(files)
     processes.run("tests.agreeing_processes", environments, [[str(file)] for file in files])
-    first, second = (json.loads(file.read_text()) for file in files)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_processes_compare_what_they_choose_before_they_compile(
+    found: list[dict[str, Any]],
+) -> None:
+    first, second = found
     assert first["traces"] == second["traces"] == ["ring"]
     assert "no_such_option" in first["error"]
     assert second["error"].startswith("DisagreementError: all_gather_matmul float32 [2,8]@[8,2]")
     assert "in run.<locals>.gather: process 1 has chosen ring, and process 0 xla" in second["error"]
+
+
+def test_processes_tune_together(found: list[dict[str, Any]]) -> None:
+    first, second = found
+    assert set(first["seconds"]) == {"xla", "ring", "compute_only"}
+    assert first["fields"]["transport"] == "nccl"
+    assert first["fields"]["devices"] == processes.PROCESSES * processes.LOCAL_DEVICES
+    assert '4 × cpu, 2 processes"' in first["table"]
+    for key in ("seconds", "fields", "table"):
+        assert first[key] == second[key]
