@@ -16,6 +16,7 @@ from benchmarks import (
     fp8_matmuls,
     generation,
     ops,
+    process_rings,
     processes,
     sharded_stack,
     stack,
@@ -38,6 +39,7 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "experts": (experts.Experts, experts.run),
     "fp8_matmuls": (fp8_matmuls.Fp8Matmuls, fp8_matmuls.run),
     "processes": (processes.Processes, processes.run),
+    "process_rings": (process_rings.ProcessRings, process_rings.run),
     "configs": (configs.Configs, configs.run),
     "tilings": (tilings.Tilings, tilings.run),
 }

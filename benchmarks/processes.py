@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,56 +130,74 @@ def _row(case: dict[str, Any]) -> str:
 
 
 def _run_together(settings: Processes, processes: int, devices: int) -> list[dict[str, Any]]:
-    """The cases, measured by so many processes, which share the devices.
-
-    Raises:
-      RuntimeError: with what it printed, if one of them fails.
-    """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    """The cases, measured by so many processes, which share the devices."""
     shared = [getattr(settings, name) for name in ("batches", "layers", "calls", "groups", "dtype")]
+    address = free_address()
     participants = [
         Participant(address, number, processes, devices, settings.platform, *shared)
         for number in range(processes)
     ]
+    environments = [
+        environment_of(settings.platform, devices // processes, number)
+        for number in range(processes)
+    ]
+    return run_together("benchmarks.processes", participants, environments)
+
+
+def free_address() -> str:
+    """An address at which the first process can listen."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def run_together(
+    module: str, participants: Sequence[Any], environments: Sequence[dict[str, str]]
+) -> list[dict[str, Any]]:
+    """The JSON objects that the first of several processes prints, one in each line.
+
+    Args:
+      module: what each process runs.
+      participants: a dataclass for each process, which gets its fields as JSON.
+      environments: the environment of each.
+
+    Raises:
+      RuntimeError: with what the first printed, if one of them fails.
+    """
+    count = len(participants)
     started = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.processes",
-                json.dumps(dataclasses.asdict(participant)),
-            ],
-            env=_environment(participant),
-            stdout=subprocess.PIPE if participant.number == 0 else subprocess.DEVNULL,
+            [sys.executable, "-m", module, json.dumps(dataclasses.asdict(participant))],
+            env=own,
+            stdout=subprocess.DEVNULL if number else subprocess.PIPE,
             text=True,
         )
-        for participant in participants
+        for number, (participant, own) in enumerate(zip(participants, environments, strict=True))
     ]
     try:
         printed, _ = started[0].communicate(timeout=_KILLED_AFTER_SECONDS)
         codes = [process.wait(timeout=20) for process in started]
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{processes} processes: not done in time") from error
+        raise RuntimeError(f"{count} processes: not done in time") from error
     finally:
         for process in started:
             process.kill()
     if any(codes):
-        raise RuntimeError(f"{processes} processes ended with {codes}: {printed}")
+        raise RuntimeError(f"{count} processes ended with {codes}: {printed}")
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
-def _environment(participant: Participant) -> dict[str, str]:
-    """The environment of a participant, which has an equal share of the devices."""
-    own = participant.devices // participant.processes
-    if participant.platform == "cpu":
-        more = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(own)}
+def environment_of(platform: str, devices: int, number: int) -> dict[str, str]:
+    """The environment of the process of a number, which has so many devices of its own."""
+    if platform == "cpu":
+        more = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
         return {**os.environ, **more, "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = visible.split(",") if visible else [str(n) for n in range(participant.devices)]
-    seen = names[participant.number * own : (participant.number + 1) * own]
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(seen)}
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    own = [
+        names[index] if names != [""] else str(index)
+        for index in range(number * devices, (number + 1) * devices)
+    ]
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
 def _work(participant: Participant) -> None:

@@ -6,13 +6,16 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, overload
 
 import jax
 
 from collective_matmul._compat import ShardingTypeError, calls_run_programs, knowing_devices_of
+from collective_matmul.agreement import check_same, is_alone
 from collective_matmul.deciding_function import WrongVariantError, deciding, deciding_function
+from collective_matmul.dispatch.recording import Decision, record_decisions
 from collective_matmul.graph_functions import (
     SHARDINGS,
     GraphFunction,
@@ -76,7 +79,8 @@ def overlap_jit(
 
     If GPUs cannot address each other's memory, permutes go through NCCL instead, and a warning
     names the GPUs once. In programs of several processes, XLA chooses for each ring: copies between
-    peers within a process, NCCL across processes.
+    peers within a process, NCCL across processes. Before processes compile a program that they run
+    together, they compare what they have chosen for its ops.
 
     Args:
       fun: the function to compile; without it, a decorator with these options is returned.
@@ -104,6 +108,7 @@ def overlap_jit(
       ValueError: with ``peer_kernels=True``, for an option in `compiler_options` that such kernels
         depend on; for other values of `peer_kernels`.
       ValueError: when called inside another function that JAX traces.
+      RuntimeError: when called, if another process has chosen differently for the program.
     """
     if fun is None:
         options = dict(peer_kernels=peer_kernels, compiler_options=compiler_options, **kwargs)
@@ -222,6 +227,8 @@ class OverlapJit:
         self._with_peer_kernels = _Variant(jit, graph_jit, users, True)
         # The variant to call for shapes. It has two entries once both variants are in use.
         self._by_shapes: dict[Any, _Variant] = {}
+        # The programs whose choices were compared with those of other processes.
+        self._compared: set[tuple] = set()
         # Whether the function is known to take or return nnx objects. nnx's shardings say so.
         self._is_graph_function = holds_state_sharding(kwargs)
         # Refuses bad arguments here, not at the first call.
@@ -270,9 +277,24 @@ class OverlapJit:
             return self._run(right, args, kwargs)
 
     def _run(self, variant: _Variant, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not is_alone() and calls_run_programs():
+            self._compare_choices(variant, args, kwargs)
         order = _launching if variant.has_peer_kernels else contextlib.nullcontext()
         with order:
             return self._use(variant, lambda jitted: jitted(*args, **kwargs), args, kwargs)
+
+    def _compare_choices(self, variant: _Variant, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Checks that all processes choose alike for a program, before it is compiled."""
+        leaves = jax.tree.leaves((args, kwargs))
+        key = variant.has_peer_kernels, _shapes((args, kwargs))
+        joint = any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
+        if not joint or key in self._compared:
+            return
+        with record_decisions() as decisions:
+            self._use(variant, lambda jitted: jitted.trace(*args, **kwargs), args, kwargs)
+        self._compared.add(key)
+        name = getattr(self, "__qualname__", type(self).__name__)
+        check_same(f"{name} {key[1]}", _choices(variant.has_peer_kernels, decisions))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for these arguments, as `jax.jit` does."""
@@ -315,6 +337,15 @@ class OverlapJit:
 def _shapes(arguments: Any) -> tuple:
     """The shapes of all arrays among arguments, by which the variant is guessed."""
     return tuple([getattr(leaf, "shape", None) for leaf in jax.tree.leaves(arguments)])
+
+
+def _choices(peer_kernels: bool, decisions: Iterable[Decision]) -> dict[str, list[str]]:
+    """What was chosen for a program, and for each of its ops."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    found["kernels that address peers' memory"] = ["them" if peer_kernels else "none"]
+    for decision in decisions:
+        found[f"{decision.site}, {decision.site.source}"].append(decision.implementation)
+    return {key: sorted(set(names)) for key, names in found.items()}
 
 
 @contextlib.contextmanager

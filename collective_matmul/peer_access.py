@@ -1,7 +1,7 @@
 """Whether peers, the GPUs of one process, can address each other's memory.
 
-Copy engines and kernels need that. Without it, the permutes of a ring go through NCCL, which works
-everywhere but hides nothing: NCCL's kernels wait for multiprocessors that the matmul occupies.
+Copy engines and kernels need that. Without it, the permutes of a ring go through NCCL; see
+`collective_matmul.transport`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
-import numpy as np
 
 
 @dataclass(frozen=True)
@@ -58,37 +57,6 @@ def peer_kernels_disallowed_reason() -> str | None:
             " peers' memory"
         )
     return f"{reason}; compile with collective_matmul.overlap_jit(..., peer_kernels=True)"
-
-
-def no_peer_copies_reason(axis_name: str) -> str | None:
-    """Why a ring over a mesh axis cannot copy between peers, or None.
-
-    Call it while tracing, inside `jax.shard_map`.
-    """
-    if _joins_processes(axis_name):
-        return (
-            f"axis {axis_name!r} joins devices of several processes, and copies between GPUs need"
-            " all of them in one"
-        )
-    return no_peer_access_reason()
-
-
-def _joins_processes(axis_name: str) -> bool:
-    """Whether devices along a mesh axis belong to different processes, as far as is known.
-
-    While tracing, only the shape of the mesh is known. A mesh of all devices is assumed to have the
-    order of `jax.make_mesh`; for a smaller mesh the answer is True. A wrong guess costs time, not
-    correctness: XLA chooses the transport of every permute by the real devices.
-    """
-    if jax.process_count() == 1:
-        return False
-    mesh = jax.sharding.get_abstract_mesh()
-    devices = sorted(jax.devices(), key=lambda device: device.id)
-    if mesh.size != len(devices):
-        return True
-    processes = np.array([device.process_index for device in devices]).reshape(mesh.axis_sizes)
-    along_axis = np.moveaxis(processes, mesh.axis_names.index(axis_name), 0)
-    return bool((along_axis != along_axis[0]).any())
 
 
 @functools.cache

@@ -26,12 +26,14 @@ REPOSITORY = SourceTree(Path(__file__).parents[1], (*PROGRAMS, "tests", "docs"))
 ROOMS: dict[str, tuple[str, ...]] = {
     "ground": (
         "_compat",
+        "agreement",
         "data",
         "explicit_axes",
         "hardware",
         "log",
         "peer_access",
         "source_location",
+        "transport",
         "xla_options",
     ),
     "mosaic_gpu": ("mosaic_gpu",),

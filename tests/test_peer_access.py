@@ -1,4 +1,4 @@
-"""Which GPUs can address each other, by a driver that is not there; which axes join processes."""
+"""Which GPUs can address each other, by a driver that is not there."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from typing import Any
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh
 
 from collective_matmul import peer_access
-from collective_matmul.peer_access import (
-    no_peer_access_reason,
-    no_peer_copies_reason,
-    pair_without_access,
-)
+from collective_matmul.peer_access import no_peer_access_reason, pair_without_access
 
 INVALID_DEVICE = 101  # CUDA_ERROR_INVALID_DEVICE
 
@@ -100,42 +95,3 @@ def test_a_missing_library_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     assert peer_access.cuda_driver() is None
-
-
-@pytest.fixture
-def two_processes_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight devices, in an order that is not that of their ids."""
-    devices = [SimpleNamespace(id=i, process_index=i // 4) for i in (4, 5, 6, 7, 0, 1, 2, 3)]
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "within_a_process"),
-    [
-        ({"data": 2, "tensor": 4}, {"tensor"}),
-        ({"data": 4, "tensor": 2}, {"tensor"}),
-        ({"data": 1, "tensor": 8}, {"data"}),
-        ({"tensor": 4, "data": 2}, {"data"}),
-        ({"pipeline": 2, "data": 2, "tensor": 2}, {"data", "tensor"}),
-        # Of a mesh of some devices nobody knows which they are.
-        ({"tensor": 4}, set()),
-    ],
-)
-def test_axes_across_processes(
-    sizes: dict[str, int], within_a_process: set[str], two_processes_of_four: None
-) -> None:
-    with jax.sharding.use_abstract_mesh(AbstractMesh(tuple(sizes.values()), tuple(sizes))):
-        for axis in sizes:
-            reason = no_peer_copies_reason(axis)
-            if axis in within_a_process:
-                assert reason is None
-            else:
-                assert reason is not None
-                assert f"axis {axis!r} joins devices of several processes" in reason
-
-
-def test_an_axis_of_one_process_asks_about_peer_access(pretend: Any) -> None:
-    pretend([0, 1], Driver(2, {(0, 1)}))
-    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("tensor",))):
-        assert no_peer_copies_reason("tensor") == "GPU 0 cannot address the memory of GPU 1"

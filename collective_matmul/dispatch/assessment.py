@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from collective_matmul.dispatch import lookup, table_files
 from collective_matmul.dispatch.contract import Backend, Prediction, Request
@@ -21,12 +21,14 @@ class Assessment:
       backend: the backend.
       unsupported: why it cannot execute the site, or None.
       comparison: its time beside that of the reference; None if unknown, and for the reference.
+      is_measured: whether the comparison is by tables.
       withheld: whether it makes a prediction that is not compared with measurements of others.
     """
 
     backend: Backend
     unsupported: str | None
     comparison: Comparison | None = None
+    is_measured: bool = False
     withheld: bool = False
 
 
@@ -84,6 +86,7 @@ def assess(site: Request, requested: Collection[str] = ()) -> Assessments:
                 backends[name],
                 reason,
                 used[name].with_reference(reference) if reference and name in used else None,
+                is_measured=name in measured,
                 withheld=name in predicted and name not in used,
             )
             for name, reason in reasons.items()
@@ -100,6 +103,13 @@ def _measured(site: Request, backends: list[Backend]) -> dict[str, Comparison]:
     tables = table_files.known(traced_device().device_kind)
     usable = [backend.name for backend in backends if backend.name != REFERENCE]
     found = {name: lookup.look_up(site, name, tables, usable) for name in usable}
+    if site.transport == "nccl":
+        # Kernels that address peers' memory take as long in one process as in several of a node,
+        # and so does the reference, whose bytes always go through NCCL.
+        local = replace(site, transport="peer_copies")  # type: ignore[type-var]
+        for backend in backends:
+            if backend.uses_peer_kernels and found[backend.name] is None:
+                found[backend.name] = lookup.look_up(local, backend.name, tables, usable)
     known = {name: comparison for name, comparison in found.items() if comparison is not None}
     return dict(sorted(known.items(), key=lambda item: not item[1].is_own))
 

@@ -24,11 +24,9 @@ from typing import Any, Literal, Protocol, Self
 
 from collective_matmul.data import Record
 from collective_matmul.source_location import SourceLocation
+from collective_matmul.transport import Transport
 
 Direction = Literal["forward", "backward"]
-
-#: Who moves the bytes of a request: copies between peers, NCCL, or NCCL with symmetric buffers.
-Transport = Literal["peer_copies", "nccl", "nccl_symmetric"]
 
 #: The name, among those of backends, of the computation alone, without its communication.
 COMPUTE_ONLY = "compute_only"
@@ -76,7 +74,7 @@ class Request(Protocol):
       op: name of the op, as users and tables have it.
       axis_name: the mesh axis to communicate over, or several.
       axis_size: number of devices on the axis, or on all of them together.
-      transport: who moves its bytes.
+      transport: who moves its bytes, if that is not the affair of a backend's own kernels.
       divergent_axes: further mesh axes along which devices may execute the request a different
         number of times, because it is inside a branch or a loop.
       direction: whether this is the forward or the backward pass of the op that the user called.
@@ -210,12 +208,15 @@ class Backend(Protocol):
       name: name for the argument `implementation`.
       uses_peer_kernels: whether its kernels address the memory of peer GPUs, so that only programs
         may have them for which `overlap_jit` decides so, or is told to.
+      copies_between_peers: whether it hides transfers that should be copies between peers, for
+        which no multiprocessor works. With another transport it is chosen by measurement only.
       predicts_precisely: whether its prediction may be compared with measurements of other
         backends. Else it counts only where no other backend was measured either.
     """
 
     name: str
     uses_peer_kernels: bool = False
+    copies_between_peers: bool = False
     predicts_precisely: bool = True
 
     def execute(self, request: Any, /, *operands: Any, **options: Any) -> Any:

@@ -23,6 +23,7 @@ from collective_matmul.dispatch.run_counts import numbered
 from collective_matmul.hardware import rates, traced_device
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import peer_kernels_allowed, peer_kernels_undecided
+from collective_matmul.transport import described_transport
 
 
 class UnsupportedSiteError(ValueError):
@@ -198,7 +199,13 @@ def _reason_against(site: Request, assessment: Assessment, overlaps: bool) -> st
     """Why a backend that should be faster may not be chosen, as a sentence; None if it may."""
     if assessment.unsupported:
         return _cannot(assessment.backend.name, assessment.unsupported)
-    return _unprofitable(assessment.backend, site) if overlaps else None
+    if not overlaps:
+        return None
+    is_copied = site.transport == "peer_copies" or not assessment.backend.copies_between_peers
+    if not is_copied and not assessment.is_measured:
+        through = described_transport(site.transport)
+        return f"{assessment.backend.name} would hide nothing: its transfers go{through}"
+    return _unprofitable(assessment.backend, site)
 
 
 def _unprofitable(backend: Backend, site: Request) -> str | None:

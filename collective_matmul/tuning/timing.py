@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from collective_matmul.agreement import of_first_process
+
 #: A candidate is timed no further if its first group took this many times as long as the fastest.
 HOPELESS = 1.25
 
@@ -49,6 +51,9 @@ def measure(
     long. Clocks follow power: without the untimed calls, a candidate after one that draws little
     power would be timed at higher clocks than one after a candidate that draws much.
 
+    Several processes take the same turns with the same numbers of calls: those of process 0, whose
+    times all return.
+
     Args:
       candidates: functions by name; their results are waited for. Each is called a few times before
         the first group, so that work of the first call is not timed.
@@ -66,6 +71,7 @@ def measure(
     for name, run in candidates.items():
         jax.block_until_ready(run())
         calls[name] = max(1, round(seconds_per_group / _seconds_per_call(run, 2)))
+    calls = of_first_process(calls)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     order = random.Random(groups)
@@ -74,7 +80,8 @@ def measure(
             run = candidates[name]
             _seconds_per_call(run, math.ceil(calls[name] / 2))
             samples[name].append(_seconds_per_call(run, calls[name]))
-    return {name: Timing(tuple(values)) for name, values in samples.items()}
+    samples = of_first_process(samples)
+    return {name: Timing(tuple(samples[name])) for name in candidates}
 
 
 def measure_finalists(

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from collective_matmul.agreement import exchange
 from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.contract import COMPUTE_ONLY, Request
@@ -35,7 +36,9 @@ def trials(
     short run measures something. Nothing compiles while the caller uses a trial, because XLA's
     autotuning runs kernels on the devices.
     """
-    threads = min(_THREADS, os.cpu_count() or 1)
+    # Processes try matmuls for each other while they compile, and wait for each other's results:
+    # threads that compile in another order could wait for ever.
+    threads = 1 if jax.process_count() > 1 else min(_THREADS, os.cpu_count() or 1)
     most = max(1, 4 * threads // (len(implementations) + 2))
     start, count = 0, min(2, most)
     while start < len(sites):
@@ -95,7 +98,11 @@ class Trial:
         others = dict(zip(self._bounds, of_bounds, strict=True))
         runs: dict[str, Callable[[], Any]] = {}
         for name in self._compiling:
+            self._attempt(name, lambda name: self._compiling[name].result())
+        self._leave_out_failures(self._compiling)
+        for name in self._compiling:
             self._attempt(name, self._start, others.get(name, operands), runs)
+        self._leave_out_failures(runs)
         # Gains are relative to the reference, so it is always timed.
         timings = measure_finalists(
             measure, runs, groups=groups, bounds=self._bounds, always=[REFERENCE]
@@ -111,6 +118,13 @@ class Trial:
             return filled
         pairs = zip(self._preparing, filled, strict=True)
         return [compiling.result()(operands) for compiling, operands in pairs]
+
+    def _leave_out_failures(self, programs: dict[str, Any]) -> None:
+        """Removes programs, by backend, that have failed in some process: all run the same."""
+        for number, failures in enumerate(exchange(self.failures)):
+            for name, reason in failures.items():
+                self.failures.setdefault(name, f"process {number}: {reason}")
+                programs.pop(name, None)
 
     def _attempt(self, name: str, step: Callable, *arguments: Any) -> None:
         """Executes a step for one backend; if it fails, the others are still measured."""

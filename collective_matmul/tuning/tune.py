@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import math
@@ -9,12 +10,13 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from collective_matmul.agreement import of_first_process
 from collective_matmul.data import Run
 from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.assessment import unsupported_reason
@@ -25,6 +27,7 @@ from collective_matmul.dispatch.table import Entry, Table
 from collective_matmul.dispatch.table_files import writable_path
 from collective_matmul.hardware import how_to_simulate
 from collective_matmul.peer_access import peer_kernels_allowed
+from collective_matmul.transport import Transport, transport_between
 from collective_matmul.tuning.timing import measure
 from collective_matmul.tuning.trials import Measure, Trial, trials
 
@@ -51,6 +54,10 @@ def tune(
     so are ops that gather their weights over a second mesh axis in the same loop; the cost model
     decides about them.
 
+    Several processes tune together: each calls this with the same arguments, for sites of as many
+    devices as all processes have. All keep the times of process 0, each in its own file if they
+    share none.
+
     The table takes effect in every process of this user, for functions traced afterwards. A
     function that `jax.jit` has already compiled does not change.
 
@@ -73,8 +80,8 @@ def tune(
     Raises:
       ValueError: for unknown names, a function without collective matmuls, arguments without a
         function, fewer devices than a site has, devices of different kinds, a table at `path` for
-        another kind, several processes, numbers that do not allow a measurement, or a folder that
-        cannot be written.
+        another kind, sites of other than all devices of several processes, numbers that do not
+        allow a measurement, or a folder that cannot be written.
       OSError: if the table cannot be written after all.
     """
     if not limit_seconds > 0:
@@ -90,6 +97,8 @@ def tune(
     sites = [site for site in sites if site.is_tabled]
     _check_names(names, known)
     _check(sites, found)
+    # They are measured on these devices, whichever they were found on.
+    sites = [_moved_by(transport_between(found), site) for site in sites]
     kind = found[0].device_kind
     tuner = _Tuner(
         devices=found,
@@ -112,6 +121,12 @@ def _sites(target: Callable | Iterable[Request], args: tuple) -> list[Request]:
     return [site for site in distinct if site.communicates and site.flops > 0]
 
 
+def _moved_by(transport: Transport, site: Any) -> Request:
+    """The site with a transport, which requests of further ops may do without."""
+    has_one = "transport" in {each.name for each in dataclasses.fields(site)}
+    return replace(site, transport=transport) if has_one else site
+
+
 def _sites_in(fun: Callable, args: tuple) -> list[Request]:
     found = [decision.site for decision in decisions_of(fun, *args)]
     if not found:
@@ -123,10 +138,6 @@ def _sites_in(fun: Callable, args: tuple) -> list[Request]:
 
 
 def _check_names(names: Sequence[str], known: Collection[str]) -> None:
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"tune: {jax.process_count()} processes; run it in one, on the devices of one node"
-        )
     for name in names:
         if name not in known:
             expected = ", ".join(known)
@@ -143,11 +154,19 @@ def _check(sites: Sequence[Request], devices: Sequence[Any]) -> None:
                 f"devices: {len(devices)}, and {site} needs {site.axis_size}; give more, or leave"
                 f" the site out (the command has --devices); {how_to_simulate(site.axis_size)}"
             )
+        if jax.process_count() > 1 and site.axis_size != jax.device_count():
+            raise ValueError(
+                f"tune: {jax.process_count()} processes with {jax.device_count()} devices, and"
+                f" {site} is of {site.axis_size}; every process takes part in a measurement: start"
+                " as many processes as the site has devices, or leave it out"
+            )
 
 
 def _describe(devices: Sequence[Any]) -> Run:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     text = f"{len(devices)} × {devices[0].device_kind}"
+    if jax.process_count() > 1:
+        text += f", {jax.process_count()} processes"
     fields = "clocks.max.sm,clocks.max.mem,power.limit,driver_version"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     if devices[0].platform == "gpu":
@@ -177,14 +196,17 @@ class _Tuner:
     def tune(self, sites: Sequence[Request], again: bool, left_out: Sequence[Request]) -> Table:
         present = table_files.read_users(self.path)
         known = {} if again or present is None else present.entries
-        missing = [site for site in sites if not self._is_measured(site, known.get(site))]
+        measured = [self._is_measured(site, known.get(site)) for site in sites]
+        pairs = zip(sites, of_first_process(measured), strict=True)
+        missing = [site for site, is_measured in pairs if not is_measured]
         table = self._save({})
         for site in left_out:
             self._print(f"left out, the cost model decides about it: {site}")
         self._print(f"{len(missing)} of {len(sites)} sites to measure; the table is {self.path}")
         for done, trial in enumerate(trials(missing, self.devices, self.implementations), start=1):
             table = self._measure(trial) or table
-            if done < len(missing) and self._seconds_passed() > self.limit_seconds:
+            is_late = of_first_process(self._seconds_passed() > self.limit_seconds)
+            if done < len(missing) and is_late:
                 self._print(f"out of time: {len(missing) - done} sites are left")
                 break
         return table
@@ -220,6 +242,8 @@ class _Tuner:
         return table_files.save(self.path, self.devices[0].device_kind, entries)
 
     def _print(self, message: str) -> None:
+        if jax.process_index():
+            return
         print(f"[{self._seconds_passed():6.1f} s] {message}", flush=True)
 
     def _print_once(self, message: str) -> None:

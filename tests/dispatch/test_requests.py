@@ -22,7 +22,6 @@ from collective_matmul.dispatch.selection import UnsupportedSiteError, choose
 from collective_matmul.log import warn_once
 from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.request import Einsum, Op, Site
-from collective_matmul.ops.matmul.ring import backend as ring_backend
 from collective_matmul.peer_access import peer_kernels_allowed
 from tests.dispatch.sites import H200, site_of, tracing_for
 from tests.dispatch.tables import measure_as
@@ -144,17 +143,13 @@ def test_of_all_that_is_not_chosen_the_best_is_logged(
     op: Op, on_h200: None, logged: Callable, monkeypatch: Patch
 ) -> None:
     peers = "GPU 0 cannot address the memory of GPU 1"
-    monkeypatch.setattr(ring_backend, "no_peer_copies_reason", lambda axis_name: peers)
     fused_backend = sys.modules[type(BACKENDS["fused"]).__module__]
     monkeypatch.setattr(fused_backend, "no_peer_access_reason", lambda: peers)
     monkeypatch.setitem(SECONDS, "one_shot", 5e-6)
     fused = f"fused is not possible: {peers}"
-    ring = f"ring_direct would hide nothing: {peers}"
-    reason = "measured: 4 µs xla, 1 µs fused"
-    assert decide(layer(op)) == ("xla", f"fallback: {fused}; {reason}")
-    with peer_kernels_allowed(False):
-        assert decide(layer(op))[1].startswith(f"fallback: {ring}; ")
-    assert logged() == [f"{op} falls back to xla: {why}" for why in (fused, ring)]
+    reason = "measured: 4 µs xla, 2 µs ring_direct"
+    assert decide(layer(op)) == ("ring_direct", f"fallback: {fused}; {reason}")
+    assert logged() == [f"{op} falls back to ring_direct: {fused}"]
 
 
 @pytest.mark.needs("one_shot")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +22,6 @@ from collective_matmul.log import warn_once
 from collective_matmul.ops.matmul import xla
 from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.request import Op, Site
-from collective_matmul.ops.matmul.ring import backend as ring_backend
 from collective_matmul.ops.matmul.ring.backend import RINGS
 from collective_matmul.peer_access import peer_kernels_allowed
 from tests.conftest import MeshFactory
@@ -310,13 +310,10 @@ def test_rings_that_cannot_copy_between_peers_fall_back_and_say_so_once(
     untuned: None,
     fresh_warnings: None,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    unprofitable = "GPU 0 cannot address the memory of GPU 1"
-    monkeypatch.setattr(ring_backend, "no_peer_copies_reason", lambda axis_name: unprofitable)
-    reason = f"ring would hide nothing: {unprofitable}"
+    reason = "ring would hide nothing: its transfers go through NCCL"
     for rows in (4096, 8192):
-        taken = decide(site_of(op, rows, 8192, 8192))
+        taken = decide(replace(site_of(op, rows, 8192, 8192), transport="nccl"))
         assert taken.implementation == "xla"
         assert taken.reason.startswith(f"fallback: {reason}; cost model: ")
     assert warnings_of(caplog) == [f"{op} falls back to xla: {reason}"]

@@ -62,22 +62,22 @@ def test_terms_travel_in_the_narrower_dtype(make_mesh: MeshFactory) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requested", "divergent_axes", "reason", "expected"),
+    ("requested", "divergent_axes", "transport", "expected"),
     [
-        (None, (), None, True),
-        (("xla", "ring_direct"), (), None, True),
-        (("xla",), (), None, False),
-        (None, (AXIS,), None, False),
-        (None, (), "several processes", False),
+        (None, (), "peer_copies", True),
+        (("xla", "ring_direct"), (), "peer_copies", True),
+        (("xla",), (), "peer_copies", False),
+        (None, (AXIS,), "peer_copies", False),
+        (None, (), "nccl", False),
     ],
 )
 def test_terms_are_copied_where_a_ring_may_be(
     monkeypatch: pytest.MonkeyPatch,
     requested: Any,
     divergent_axes: Any,
-    reason: str | None,
+    transport: str,
     expected: bool,
 ) -> None:
-    monkeypatch.setattr(call, "no_peer_copies_reason", lambda axis_name: reason)
+    monkeypatch.setattr(call, "transport_over", lambda axis_name: transport)
     made = Call("tensor", 0, requested, divergent_axes=divergent_axes)
     assert made.copies_between_peers(WeightShards(AXIS, 2, 0)) == expected

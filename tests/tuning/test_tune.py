@@ -306,10 +306,25 @@ def test_what_cannot_be_tuned_is_refused(cache: Path, bench: Bench) -> None:
     assert not cache.exists()
 
 
-def test_several_processes_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_measure_sites_of_all_devices(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"^tune: 2 processes; run it in one"):
+    monkeypatch.setattr(jax, "device_count", lambda: 16)
+    with pytest.raises(ValueError, match=r"^tune: 2 processes with 16 devices, and .* is of 2; "):
         tune(SITES)
+
+
+def test_what_fails_in_one_process_runs_in_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site("all_gather_matmul", (((2, 4), (4, 3)),), FLOAT32, "", 2)
+    (trial,) = trials([site], jax.devices(), ["xla", "ring", "ring_direct"])
+    told = iter([{"ring": "out of memory"}, {"ring_direct": "lost"}])
+    monkeypatch.setattr(trying, "exchange", lambda own: [own, next(told)])
+    assert set(trial.seconds(ring_is_fastest, 1)) == {"xla", COMPUTE_ONLY}
+    assert trial.failures == {
+        "ring": "process 1: out of memory",
+        "ring_direct": "process 1: lost",
+    }
 
 
 def test_devices_say_what_they_were(cache: Path, bench: Bench) -> None:

@@ -37,6 +37,7 @@ from collective_matmul.ops.experts.work import (
 )
 from collective_matmul.ops.matmul.reverse_mode import ReverseMode, undifferentiated
 from collective_matmul.source_location import SourceLocation
+from collective_matmul.transport import transport_over
 
 #: Name of the products of gate and up, for policies of `jax.checkpoint`.
 HIDDEN_CHECKPOINT_NAME = "collective_matmul_expert_hidden"
@@ -104,6 +105,7 @@ class ExpertCall:
             divergent_axes=self.divergent_axes,
             source=self.source,
             remarks=self.remarks,
+            transport=transport_over(self.all_axes),
         )
         return cast(ExpertBackend, choose(request, self.implementation)), request
 

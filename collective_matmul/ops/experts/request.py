@@ -12,7 +12,6 @@ import numpy as np
 from collective_matmul.dispatch.contract import (
     Direction,
     Request,
-    Transport,
     UnregisteredError,
     size_above_zero,
 )
@@ -21,6 +20,12 @@ from collective_matmul.hardware import assumed_rates
 from collective_matmul.operands.arithmetic import accumulator
 from collective_matmul.operands.format import PLAIN, Format, HasFormat, format_of_fields
 from collective_matmul.source_location import SourceLocation
+from collective_matmul.transport import (
+    Transport,
+    described_transport,
+    transport_fields,
+    transport_of_fields,
+)
 
 #: The backends of expert ops; `collective_matmul.ops.experts.backends` fills it.
 BACKENDS = Registry()
@@ -71,7 +76,7 @@ class ExpertRequest(HasFormat, Request):
     expert_axes: tuple[str, ...] = field(default=(), compare=False)
     op: str = OP
     direction: Direction = "forward"
-    transport: Transport = field(default="peer_copies", compare=False)
+    transport: Transport = "peer_copies"
     divergent_axes: tuple[str, ...] = field(default=(), compare=False)
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
@@ -181,6 +186,7 @@ class ExpertRequest(HasFormat, Request):
             "direction": self.direction,
             "keeps_hidden": self.keeps_hidden,
             **self.format.fields,
+            **transport_fields(self.transport),
         }
 
     @classmethod
@@ -206,6 +212,7 @@ class ExpertRequest(HasFormat, Request):
             direction=cast(Direction, fields["direction"]),
             keeps_hidden=bool(fields["keeps_hidden"]),
             format=stored,
+            transport=transport_of_fields(fields),
             **sizes,
         )
 
@@ -214,7 +221,7 @@ class ExpertRequest(HasFormat, Request):
         """All but the sizes."""
         dtype = np.dtype(self.dtype).name
         devices = self.axis_size, self.expert_devices
-        return *devices, dtype, self.direction, self.keeps_hidden, self.format
+        return *devices, dtype, self.direction, self.keeps_hidden, self.transport, self.format
 
     @property
     def layer(self) -> tuple:
@@ -243,7 +250,7 @@ class ExpertRequest(HasFormat, Request):
         return (
             f"{np.dtype(self.dtype).name} [{self.tokens}, {self.width}] to {self.choices} of"
             f" {self.experts} experts of [{self.width}, {self.hidden}] over {axes}={self.axis_size}"
-            f"{self.format.text}"
+            f"{described_transport(self.transport)}{self.format.text}"
         )
 
     def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:

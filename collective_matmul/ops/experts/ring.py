@@ -21,7 +21,6 @@ from collective_matmul.ops.experts import expert_cost
 from collective_matmul.ops.experts.backend import ExpertBackend, Finish, Work
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Routing
-from collective_matmul.peer_access import no_peer_copies_reason
 from collective_matmul.schedule.direct_scatter import scattered_sum
 from collective_matmul.schedule.round_trip import Visit, visits_of, walk_round_trip
 from collective_matmul.schedule.schedules import Pattern, make_schedule
@@ -34,6 +33,8 @@ _ERROR = 0.01
 
 class RingExperts(ExpertBackend):
     """A ring in which tokens travel by one pattern of schedule. Results go straight home."""
+
+    copies_between_peers = True
 
     def __init__(self, name: str, pattern: Pattern):
         self.name = name
@@ -96,12 +97,6 @@ class RingExperts(ExpertBackend):
     def unsupported_reason(self, request: ExpertRequest) -> str | None:
         """Permutes meet on all devices."""
         return no_permutes_reason(request)
-
-    def unprofitable_reason(self, request: ExpertRequest) -> str | None:
-        """Permutes that are not copies between peers go through NCCL, where they hide nothing."""
-        axes = request.axis_name if request.axis_size > 1 else ()
-        reason = next(filter(None, map(no_peer_copies_reason, axes)), None)
-        return None if reason is None else f"would hide nothing: {reason}"
 
     def predict(self, request: ExpertRequest) -> Prediction | None:
         """The cost model, which exists for the direct pattern only."""

@@ -45,15 +45,12 @@ class MatmulBackend(Backend, Protocol):
     Attributes:
       executes_einsums: whether it also executes einsums that are not matmuls.
       gathers_weights: whether it also executes ops that gather their weights over a second axis.
-      copies_between_peers: whether what it sends are copies between peers, for which no
-        multiprocessor works.
       sends_columns_beside: whether it executes requests with `columns_beside`: rows and results
         that are pytrees.
     """
 
     executes_einsums: bool = False
     gathers_weights: bool = False
-    copies_between_peers: bool = False
     sends_columns_beside: bool = False
 
     def execute(

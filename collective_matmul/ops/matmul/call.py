@@ -18,8 +18,8 @@ from collective_matmul.operands.sharded import WeightShards, sharding_of
 from collective_matmul.ops.matmul.backend import MatmulBackend
 from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.request import Op, Site
-from collective_matmul.peer_access import no_peer_copies_reason
 from collective_matmul.source_location import SourceLocation, calling_location
+from collective_matmul.transport import transport_over
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,12 @@ class Call:
 
     def site(self, op: Op, **attributes: Any) -> Site:
         """A request with these attributes and with those that the call has."""
+        axes = [self.axis_name]
+        if (sharding := attributes.get("weight_shards")) is not None:
+            axes.append(sharding.axis_name)
         return Site(
             op=op,
+            transport=transport_over(*axes),
             axis_name=self.axis_name,
             axis_size=lax.axis_size(self.axis_name),
             divergent_axes=self.divergent_axes,
@@ -125,7 +129,7 @@ class Call:
         return (
             allowed
             and not self.divergent_axes
-            and no_peer_copies_reason(sharding.axis_name) is None
+            and transport_over(sharding.axis_name) == "peer_copies"
         )
 
     def suppress_recording(self) -> contextlib.AbstractContextManager:

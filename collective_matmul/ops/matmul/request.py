@@ -14,7 +14,6 @@ from collective_matmul.dispatch.contract import (
     Backend,
     Direction,
     Request,
-    Transport,
     UnregisteredError,
     size_above_zero,
 )
@@ -24,6 +23,12 @@ from collective_matmul.operands.format import PLAIN, Format, HasFormat, format_o
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul.equation import Equation
 from collective_matmul.source_location import SourceLocation
+from collective_matmul.transport import (
+    Transport,
+    described_transport,
+    transport_fields,
+    transport_of_fields,
+)
 
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
@@ -110,7 +115,7 @@ class Site(HasFormat, Request):
     remarks: tuple[str, ...] = field(default=(), compare=False)
     gathered_shards: WeightShards | None = field(default=None, compare=False)
     equation: Equation | None = field(default=None, compare=False)
-    transport: Transport = field(default="peer_copies", compare=False, repr=False)
+    transport: Transport = "peer_copies"
     columns_beside: int = field(default=0, compare=False, repr=False)
 
     @property
@@ -320,8 +325,8 @@ class Site(HasFormat, Request):
         """The key of a table's entry: "op", "devices", "dtype", "operands" and what else differs.
 
         "operands" are local [M, K, N], an x [M, K] and a w [K, N]; leading dimensions are joined
-        in M. Some sites have more: "co_gathered", [M, K]; "keep_gathered", true; and the fields of
-        their format.
+        in M. Some sites have more: "co_gathered", [M, K]; "keep_gathered", true; "transport",
+        unless bytes are copied between peers; and the fields of their format.
         """
         if not self.is_tabled:
             # Its fields would be those of another site.
@@ -340,7 +345,7 @@ class Site(HasFormat, Request):
         fields |= self.format.fields
         if self.keep_gathered:
             fields["keep_gathered"] = True
-        return fields
+        return fields | transport_fields(self.transport)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Site:
@@ -373,6 +378,7 @@ class Site(HasFormat, Request):
             co_gathered=co_gathered,
             keep_gathered=bool(fields.get("keep_gathered", False)),
             format=stored,
+            transport=transport_of_fields(fields),
         ).flat
 
     @property
@@ -386,7 +392,8 @@ class Site(HasFormat, Request):
         is_aligned = self.is_aligned
         if self.format != PLAIN:
             is_aligned = self.fits_kernel(self.chunk_rows)
-        return *work, self.weight_shards, self.format, self.dtype.itemsize, is_aligned
+        stored = self.weight_shards, self.format, self.dtype.itemsize
+        return *work, *stored, is_aligned, self.transport
 
     @property
     def layer(self) -> tuple[int, int]:
@@ -404,6 +411,7 @@ class Site(HasFormat, Request):
             self.co_gathered is not None,
             self.keep_gathered,
             self.format.text,
+            self.transport,
             self.rows,
         )
 
@@ -450,6 +458,7 @@ class Site(HasFormat, Request):
         kept = ", gathered kept" if self.keep_gathered else ""
         moved = f", {' and '.join(self.transposed)} transposed" if self.transposed else ""
         axis = f"{self.axis_name or 'devices'}={self.axis_size}"
+        axis += described_transport(self.transport)
         shards = f", {self.weight_shards}" if self.weight_shards is not None else ""
         stored = self.format.text
         return f"{self.dtype_name} {matmuls}{co_gathered}{kept}{moved} over {axis}{shards}{stored}"

@@ -37,6 +37,7 @@ from collective_matmul.ops.attention.context.layout import Layout
 from collective_matmul.ops.attention.context.request import ContextRequest
 from collective_matmul.ops.experts.checks import axis_names
 from collective_matmul.source_location import calling_location
+from collective_matmul.transport import transport_over
 
 
 def context_attention(
@@ -120,6 +121,7 @@ def context_attention(
         scale=head_size**-0.5 if scale is None else float(scale),
         divergent_axes=divergent_axes(*names),
         source=calling_location(),
+        transport=transport_over(names),
     )
     ids = None
     if segments is not None and segment_ids is not None:

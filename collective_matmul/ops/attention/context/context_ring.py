@@ -40,6 +40,7 @@ class RingContext(ContextBackend):
     """Keys and values travel round a ring of permutes: every request."""
 
     name = "ring"
+    copies_between_peers = True
 
     def forward(
         self, request: ContextRequest, operands: SequenceShard

@@ -9,12 +9,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from collective_matmul.dispatch.contract import Direction, Request, Transport, size_above_zero
+from collective_matmul.dispatch.contract import Direction, Request, size_above_zero
 from collective_matmul.dispatch.registry import Registry
 from collective_matmul.hardware import assumed_rates
 from collective_matmul.ops.attention.context.layout import LAYOUTS, Chunks, Layout
 from collective_matmul.ops.attention.request import AttentionRequest
 from collective_matmul.source_location import SourceLocation
+from collective_matmul.transport import (
+    Transport,
+    described_transport,
+    transport_fields,
+    transport_of_fields,
+)
 
 #: The backends of the op; `collective_matmul.ops.attention.context.backends` fills it.
 BACKENDS = Registry(substitute="gather")
@@ -68,7 +74,7 @@ class ContextRequest(Request):
     scale: float = field(default=1.0, compare=False)
     op: str = OP
     direction: Direction = "forward"
-    transport: Transport = field(default="peer_copies", compare=False)
+    transport: Transport = "peer_copies"
     divergent_axes: tuple[str, ...] = field(default=(), compare=False)
     source: SourceLocation | None = field(default=None, compare=False)
     replaces: str | None = field(default=None, compare=False)
@@ -187,6 +193,7 @@ class ContextRequest(Request):
             "segments": self.segments,
             "kernels": None if self.kernels is None else list(self.kernels),
             "direction": self.direction,
+            **transport_fields(self.transport),
         }
 
     @classmethod
@@ -216,6 +223,7 @@ class ContextRequest(Request):
             kernels=None if kernels is None else tuple(map(str, kernels)),
             scale=sizes["head_size"] ** -0.5,
             direction=cast(Direction, fields["direction"]),
+            transport=transport_of_fields(fields),
             **sizes,
             **optional,
         )
@@ -224,7 +232,8 @@ class ContextRequest(Request):
     def kind(self) -> tuple:
         """All but the sizes."""
         masks = self.layout, self.causal, self.window is None, self.segments is None
-        return self.axis_size, np.dtype(self.dtype).name, *masks, self.kernels, self.direction
+        dtype = np.dtype(self.dtype).name
+        return self.axis_size, dtype, *masks, self.kernels, self.direction, self.transport
 
     @property
     def layer(self) -> tuple:
@@ -250,7 +259,8 @@ class ContextRequest(Request):
     @property
     def shapes(self) -> str:
         """Local shapes, dtype, masks and axes as text."""
-        axes = " and ".join(self.axis_name) or "devices"
+        axes = f"{' and '.join(self.axis_name) or 'devices'}={self.axis_size}"
+        axes += described_transport(self.transport)
         heads = f"{self.heads}/{self.key_value_heads} heads of {self.head_size}"
         masks = [
             "causal" if self.causal else "",
@@ -259,7 +269,7 @@ class ContextRequest(Request):
             f"up to {self.segments} segments" if self.segments is not None else "",
         ]
         tokens = f"{np.dtype(self.dtype).name} {self.batch}×{self.tokens} tokens"
-        return f"{', '.join(filter(None, (tokens, heads, *masks)))} over {axes}={self.axis_size}"
+        return f"{', '.join(filter(None, (tokens, heads, *masks)))} over {axes}"
 
     def __str__(self) -> str:
         passed = "" if self.direction == "forward" else " (backward)"

@@ -13,13 +13,13 @@ from collective_matmul.dispatch.contract import (
     Backend,
     Direction,
     Request,
-    Transport,
     UnregisteredError,
     size_above_zero,
 )
 from collective_matmul.dispatch.registry import Registry
 from collective_matmul.operands.format import PLAIN, Format, HasFormat, format_of_fields
 from collective_matmul.source_location import SourceLocation
+from collective_matmul.transport import Transport
 
 GroupedOp = Literal["grouped_matmul", "grouped_weight_gradient"]
 

@@ -20,7 +20,6 @@ from collective_matmul.operands.chunked import Gathered
 from collective_matmul.ops.matmul.backend import MatmulBackend
 from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.ring import cost, einsum_walk, matmul_walk, weight_gather
-from collective_matmul.peer_access import no_peer_copies_reason
 from collective_matmul.schedule.schedules import Pattern
 from collective_matmul.schedule.walk import Gather, Ring
 
@@ -137,14 +136,6 @@ class RingBackend(MatmulBackend):
     def rows_of_matmul(self, site: Site) -> int:
         """The rows of a chunk."""
         return site.chunk_rows
-
-    def unprofitable_reason(self, site: Site) -> str | None:
-        """Permutes that are not copies between peers go through NCCL, where they hide nothing."""
-        axes = [site.axis_name] if site.axis_size > 1 else []
-        if site.weight_shards is not None and site.weight_shards.axis_size > 1:
-            axes.append(site.weight_shards.axis_name)
-        reason = next(filter(None, map(no_peer_copies_reason, axes)), None)
-        return None if reason is None else f"would hide nothing: {reason}"
 
     def predict(self, site: Site) -> Prediction | None:
         """The cost model, which exists for the one-way ring only."""
