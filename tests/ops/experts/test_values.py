@@ -63,7 +63,9 @@ def third_of_product() -> list[Case]:
             compiled += [chosen] if sum(positions) % 3 == 0 else []
         elif chosen[0] <= 3:
             interpreted.append(chosen)
-    interpreted = covering(interpreted, lambda case: dict(enumerate(case)))
+    interpreted = covering(
+        interpreted, lambda case: {str(factor): value for factor, value in enumerate(case)}
+    )
     return [
         case_of(
             {"expert": devices},
