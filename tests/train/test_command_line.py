@@ -219,7 +219,8 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--mesh.fsdp 8", "mesh.data=2 × mesh.fsdp=8 × mesh.tensor=2 needs 32 devices"),
         ("--mesh.data 1 --mesh.fsdp 3 --batch-size 3 --zero 1 --model.features 100"
          " --model.hidden-features 100 --model.num-heads 4 --model.num-key-value-heads 4",
-         "mesh.fsdp=3: divides no matrix of the model; choose a divisor of model.features=100"),
+         "mesh.fsdp=3: divides no matrix of the model that is trained; choose a divisor of"
+         " model.features=100"),
         ("--mesh.context -1", "mesh.context=-1: expected a number of devices"),
         ("--mesh.context 4 --mesh.data 1 --sequence-length 20",
          "sequence_length=20 is not divisible by 8: with mesh.context=4 × mesh.tensor=2"),
