@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import statistics
-import sys
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +26,7 @@ from benchmarks.candidates import COMPILERS, Candidate
 from benchmarks.communication import AXIS, CollectiveMatmul, NoCommunication, PlainJax
 from benchmarks.internals import COMPUTE_ONLY, measure
 from benchmarks.operands import Operands, abstract, compile_maker
-from benchmarks.processes import environment_of, free_address, run_together
+from benchmarks.processes import environment_of, free_address, participate, run_together
 from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_least
 from benchmarks.stack import SHAPES, StackCase
@@ -195,10 +192,4 @@ def _work(participant: TimedProcess) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        given = json.loads(sys.argv[1])
-        _work(TimedProcess(**given | {"rows": tuple(given["rows"])}))
-    except BaseException:
-        # An orderly exit would wait for the other process.
-        traceback.print_exc()
-        os._exit(1)
+    participate(TimedProcess, _work)

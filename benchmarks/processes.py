@@ -187,6 +187,18 @@ def run_together(
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
+def participate(kind: type, work: Callable[[Any], None]) -> None:
+    """Works in one of the processes that `run_together` starts, as the dataclass that it gave."""
+    try:
+        fields = json.loads(sys.argv[1]).items()
+        lists = {name: tuple(value) for name, value in fields if isinstance(value, list)}
+        work(kind(**dict(fields) | lists))
+    except BaseException:
+        # An orderly exit would wait for the other processes.
+        traceback.print_exc()
+        os._exit(1)
+
+
 def environment_of(platform: str, devices: int, number: int) -> dict[str, str]:
     """The environment of the process of a number, which has so many devices of its own."""
     if platform == "cpu":
@@ -301,10 +313,4 @@ def _norm(x: jax.Array) -> jax.Array:
 
 
 if __name__ == "__main__":
-    try:
-        given = json.loads(sys.argv[1])
-        _work(Participant(**given | {"batches": tuple(given["batches"])}))
-    except BaseException:
-        # An orderly exit would wait for the other processes.
-        traceback.print_exc()
-        os._exit(1)
+    participate(Participant, _work)

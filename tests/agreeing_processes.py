@@ -7,9 +7,7 @@ what was tuned.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import all_gather_matmul, overlap_jit, tune
 from collective_matmul.agreement import exchange, of_first_process
 from collective_matmul.ops.matmul.model_requests import sites
-from tests.processes import PROCESSES, place
+from tests.processes import PROCESSES, ending_at_once, place
 from tests.reference import AXIS
 
 
@@ -80,9 +78,5 @@ def error_of_different_choices(number: int) -> str:
 
 
 if __name__ == "__main__":
-    try:
+    with ending_at_once():
         main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
-    except BaseException:
-        # An orderly exit would wait for the others, and they wait for this one.
-        traceback.print_exc()
-        os._exit(1)

@@ -192,6 +192,17 @@ def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 @contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ends the process if the block raises an error: an orderly exit would wait for the others, and
+    they wait for this one."""
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+@contextlib.contextmanager
 def warnings_of_the_library() -> Iterator[list[str]]:
     sentences: list[str] = []
     handler: Any = logging.Handler()
@@ -205,9 +216,5 @@ def warnings_of_the_library() -> Iterator[list[str]]:
 
 
 if __name__ == "__main__":
-    try:
+    with ending_at_once():
         main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
-    except BaseException:
-        # An orderly exit would wait for the others, and they wait for this one.
-        traceback.print_exc()
-        os._exit(1)

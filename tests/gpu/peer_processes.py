@@ -10,7 +10,6 @@ import functools
 import itertools
 import os
 import sys
-import traceback
 
 import jax
 import numpy as np
@@ -20,7 +19,7 @@ from collective_matmul import overlap_jit
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.mosaic_gpu import requirements
 from tests.gpu.test_one_shot import differences
-from tests.processes import relative_error
+from tests.processes import ending_at_once, relative_error
 from tests.reference import AXIS, OPS, PEER_KERNELS, Case
 
 TURNS = 100
@@ -66,9 +65,5 @@ def launch_alone(mesh: jax.sharding.Mesh, ends: bool) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with ending_at_once():
         main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "alone" in sys.argv[4:])
-    except BaseException:
-        # An orderly exit would wait for the others.
-        traceback.print_exc()
-        os._exit(1)

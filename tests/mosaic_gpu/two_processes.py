@@ -6,9 +6,7 @@ JAX has one simulated device in each, and the driver is simulated.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
-import traceback
 from unittest import mock
 
 import jax
@@ -78,9 +76,5 @@ def main(address: str, number: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with processes.ending_at_once():
         main(sys.argv[1], int(sys.argv[2]))
-    except BaseException:
-        # An orderly exit would wait for the other process.
-        traceback.print_exc()
-        os._exit(1)
