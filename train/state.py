@@ -115,8 +115,11 @@ class ModelFunctions:
         self.quantizes_shards = self.zero == 3 and self.fp8 is not None and sizes.context == 1
         self.gathers: Gathers | None = None
         if self.zero == 3:
-            gathers = _gathers_frozen if self.freezes else _gathers
-            self.gathers = gathers(config, sizes, local_devices)
+            self.gathers = (
+                _gathers_frozen(config, sizes)
+                if self.freezes
+                else _gathers(config, sizes, local_devices)
+            )
         self._graph, abstract = nnx.split(nnx.eval_shape(build))
         self._variables = {_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(abstract)}
         self.abstract_params = {
@@ -491,70 +494,63 @@ def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gat
     one size, and gradients that travel in no narrower dtype than the weights.
 
     Raises:
-      ValueError: if it is to be in matmuls, and shards differ in size or gradients are narrower.
+      ValueError: if it is to be in matmuls, and they cannot.
     """
-    if sizes.context > 1:
-        if config.weight_gather == "matmuls":
-            raise ValueError(
-                f"weight_gather='matmuls': with mesh.context={sizes.context}, weights are sharded"
-                " over two axes, and matmuls gather them over one; leave out --weight-gather"
-            )
-        return "blocks"
-    divides = config.model.features % sizes.fsdp == 0
-    narrower = (config.compute_dtype, config.gradient_dtype) == ("float32", "bfloat16")
-    if config.weight_gather == "matmuls" and not divides:
-        raise ValueError(
-            f"weight_gather='matmuls': mesh.fsdp={sizes.fsdp} does not divide"
-            f" model.features={config.model.features}; choose a divisor, or leave out"
-            " --weight-gather"
-        )
-    if not gathers_experts(config, sizes):
-        divides = False
-        if config.weight_gather == "matmuls":
-            raise ValueError(
-                f"weight_gather='matmuls': mesh.fsdp={sizes.fsdp} does not divide"
-                f" model.hidden_features={config.model.hidden_features} of experts; choose a"
-                " divisor, or leave out --weight-gather"
-            )
-    replicated = config.model.key_value_copies(sizes.tensor) > 1
-    if config.weight_gather == "matmuls" and replicated:
-        raise ValueError(
-            f"weight_gather='matmuls': mesh.tensor={sizes.tensor} is more than"
-            f" model.num_key_value_heads={config.model.num_key_value_heads}, whose weights then are"
-            " whole on every device; leave out --weight-gather, or make --mesh.tensor smaller"
-        )
-    if config.weight_gather == "matmuls" and narrower:
-        raise ValueError(
-            "weight_gather='matmuls': gradients travel in gradient_dtype='bfloat16' only with"
-            " compute_dtype='bfloat16'; choose one of them otherwise, or leave out --weight-gather"
-        )
+    unsupported = _unsupported_reason(config, sizes)
+    if config.weight_gather == "matmuls" and unsupported is not None:
+        raise ValueError("weight_gather='matmuls': {}; {}".format(*unsupported))
     if config.weight_gather != "auto":
         return config.weight_gather
     within_process = local_devices is None or sizes.fsdp * sizes.tensor <= local_devices
-    possible = divides and not replicated and not narrower and within_process
+    possible = unsupported is None and within_process
     return "matmuls" if possible and config.overlap in ("auto", "rewrite-jit") else "blocks"
 
 
-def _gathers_frozen(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gathers:
+def _gathers_frozen(config: Config, sizes: MeshSizes) -> Gathers:
     """Where weights are gathered beside which others are frozen: in matmuls, whose backward gathers
     them again.
 
     Raises:
       ValueError: if matmuls cannot gather them.
     """
-    if config.weight_gather != "blocks":
-        try:
-            return _gathers(
-                dataclasses.replace(config, weight_gather="matmuls"), sizes, local_devices
-            )
-        except ValueError as error:
-            reason = str(error).partition(": ")[2].partition("; ")[0]
-    else:
-        reason = "--weight-gather is blocks"
+    unsupported = _unsupported_reason(config, sizes)
+    if config.weight_gather == "blocks":
+        unsupported = "--weight-gather is blocks", ""
+    if unsupported is None:
+        return "matmuls"
     raise ValueError(
-        f"zero=3: frozen weights are gathered by the matmuls that use them, and {reason}; choose"
-        " --zero 1, which shards what is trained"
+        f"zero=3: frozen weights are gathered by the matmuls that use them, and {unsupported[0]};"
+        " choose --zero 1, which shards what is trained"
     )
+
+
+def _unsupported_reason(config: Config, sizes: MeshSizes) -> tuple[str, str] | None:
+    """Why matmuls cannot gather their weights, and what to do; None if they can."""
+    model = config.model
+    if sizes.context > 1:
+        return (
+            f"with mesh.context={sizes.context}, weights are sharded over two axes, and matmuls"
+            " gather them over one"
+        ), "leave out --weight-gather"
+    if model.features % sizes.fsdp:
+        return (
+            f"mesh.fsdp={sizes.fsdp} does not divide model.features={model.features}"
+        ), "choose a divisor, or leave out --weight-gather"
+    if not gathers_experts(config, sizes):
+        return (
+            f"mesh.fsdp={sizes.fsdp} does not divide model.hidden_features={model.hidden_features}"
+            " of experts"
+        ), "choose a divisor, or leave out --weight-gather"
+    if model.key_value_copies(sizes.tensor) > 1:
+        return (
+            f"mesh.tensor={sizes.tensor} is more than model.num_key_value_heads="
+            f"{model.num_key_value_heads}, whose weights then are whole on every device"
+        ), "leave out --weight-gather, or make --mesh.tensor smaller"
+    if (config.compute_dtype, config.gradient_dtype) == ("float32", "bfloat16"):
+        return (
+            "gradients travel in gradient_dtype='bfloat16' only with compute_dtype='bfloat16'"
+        ), "choose one of them otherwise, or leave out --weight-gather"
+    return None
 
 
 def _and_context(sizes: MeshSizes) -> str:
