@@ -285,10 +285,8 @@ class OverlapJit:
 
     def _compare_choices(self, variant: _Variant, args: tuple, kwargs: dict[str, Any]) -> None:
         """Checks that all processes choose alike for a program, before it is compiled."""
-        leaves = jax.tree.leaves((args, kwargs))
         key = variant.has_peer_kernels, _shapes((args, kwargs))
-        joint = any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
-        if not joint or key in self._compared:
+        if key in self._compared or not _is_joint((args, kwargs)):
             return
         with record_decisions() as decisions:
             self._use(variant, lambda jitted: jitted.trace(*args, **kwargs), args, kwargs)
@@ -337,6 +335,12 @@ class OverlapJit:
 def _shapes(arguments: Any) -> tuple:
     """The shapes of all arrays among arguments, by which the variant is guessed."""
     return tuple([getattr(leaf, "shape", None) for leaf in jax.tree.leaves(arguments)])
+
+
+def _is_joint(arguments: Any) -> bool:
+    """Whether arguments have parts in other processes."""
+    arrays = (leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array))
+    return not all(array.is_fully_addressable for array in arrays)
 
 
 def _choices(peer_kernels: bool, decisions: Iterable[Decision]) -> dict[str, list[str]]:

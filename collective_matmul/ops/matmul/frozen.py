@@ -46,14 +46,15 @@ def _gathered_formats(ws: Sequence[Any]) -> list[Any]:
 
     def gathered(w: Any) -> Any:
         value = stored(w)
-        if value is w or not isinstance(value, Quantized) or not _has_one_matrix(value):
+        if value is w or not isinstance(value, Quantized) or not has_one_matrix(value):
             return w
         return dataclasses.replace(value, forward=w.with_value(value.forward).gathered())
 
     return [gathered(w) for w in ws]
 
 
-def _has_one_matrix(w: Any) -> bool:
+def has_one_matrix(w: Any) -> bool:
+    """Whether a weight is frozen in a format, as one matrix for both passes."""
     return isinstance(w, Quantized) and w.array is None and w.backward is None
 
 
@@ -66,7 +67,7 @@ def _for_backward(
     """
     made: list[tuple[jax.Array, Any]] = []
     for dy, w in zip(dys, ws, strict=True):
-        if _has_one_matrix(w):
+        if has_one_matrix(w):
             backward, factor = w.format.transposed(w.forward)
             w = dataclasses.replace(w, backward=backward)
             if factor is not None:

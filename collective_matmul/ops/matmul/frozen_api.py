@@ -23,6 +23,7 @@ from collective_matmul.ops.matmul.checks import Implementation, RecipeName
 from collective_matmul.ops.matmul.frozen import (
     Columns,
     gather_matmul_frozen,
+    has_one_matrix,
     matmul_all_reduce_frozen,
     matmul_scatter_frozen,
 )
@@ -104,7 +105,7 @@ def matmul_reduce_scatter_frozen(
 
 def _checked(x: Any, ws: Any, recipe: Any, shards: WeightShards | None) -> tuple[Any, ...]:
     ws = tuple(ws)
-    if all(isinstance(w, Quantized) and w.array is None and w.backward is None for w in ws):
+    if all(map(has_one_matrix, ws)):
         for w in ws:  # Quantized one by one: scales in common are needed by sums alone.
             if w.fp8 != recipe or w.dtype != x.dtype:
                 raise ValueError(
