@@ -188,7 +188,8 @@ def _work(participant: TimedProcess) -> None:
             for name, timing in timings.items()
         }
         if participant.number == 0:
-            print(json.dumps({"name": f"M {rows}", "times": times}), flush=True)
+            case = {"name": f"M {rows}", "times": times, "gpus": environment.gpu_state()}
+            print(json.dumps(case), flush=True)
 
 
 if __name__ == "__main__":
