@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from collective_matmul.mosaic_gpu.chunk_matmul import Rows
 from collective_matmul.operands import scaled_chunks
@@ -104,3 +105,12 @@ def scaled_sums(sums: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array
     A scale of rows above 1 comes after that of columns, which may be small. Others come before.
     """
     return sums * jnp.minimum(row, 1.0) * column * jnp.maximum(row, 1.0)
+
+
+def transposed_values(values: jax.Array) -> jax.Array:
+    """The transpose [K, N] of the values [N, K] of one matrix, made where it is used.
+
+    XLA may otherwise choose another layout for the transposed array, and with it for the stacked
+    layers of a scan: then it transposes all of them before the loop, and holds them twice.
+    """
+    return with_layout_constraint(values, Layout((0, 1))).T

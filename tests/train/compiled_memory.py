@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from collective_matmul import _compat
 from train import presets
 from train.batches import BATCH_SPEC
-from train.config import Config, MeshSizes, OptimizerConfig
+from train.config import Config, LoraConfig, MeshSizes, OptimizerConfig
 from train.memory import Memory, abstract_batch, memory_of
 from train.mesh import AXES
 from train.optimizer import make_optimizer
@@ -128,6 +128,7 @@ CASES = [
     *(sharded(8, gathers, fp8="rowwise") for gathers in ("blocks", "matmuls")),
     sharded(8, "matmuls", fp8="rowwise", gradient_accumulation_steps=2),
     sharded(8, "matmuls", fp8="tensorwise", remat="none"),
+    case(TENSOR, 16, remat="full", scan_layers=1, lora=LoraConfig(rank=16, base_format="rowwise")),
     case(TENSOR, 32, remat="dots"),
     sharded(32, "blocks"),
     sharded(32, "matmuls"),

@@ -16,7 +16,7 @@ from collective_matmul.mosaic_gpu import device
 from collective_matmul.operands.format import Shapes
 from collective_matmul.operands.packed_rows import PackedRows
 from collective_matmul.operands.recipes.recipe import Recipe
-from collective_matmul.operands.scaled_matrix import ScaledMatrix
+from collective_matmul.operands.scaled_matrix import ScaledMatrix, transposed_values
 from collective_matmul.operands.scaling import (
     BLOCK,
     Array,
@@ -64,7 +64,8 @@ class Blockwise(Recipe):
 
     def transposed(self, matrix: ScaledMatrix) -> tuple[ScaledMatrix, None]:
         """The transpose, bit for bit: blocks are square."""
-        return ScaledMatrix(matrix.values.T, matrix.scales.T, matrix.product_dtype), None
+        values = transposed_values(matrix.values)
+        return ScaledMatrix(values, matrix.scales.T, matrix.product_dtype), None
 
     def multiplied_dtypes(
         self, shapes: Shapes, rows: int, dtype: Any, *, backward: bool

@@ -30,7 +30,7 @@ from collective_matmul._compat import pmax
 from collective_matmul.operands import scaled_chunks
 from collective_matmul.operands.format import Format, Shapes
 from collective_matmul.operands.packed_rows import PackedRows, pack, scale_bytes, scales_of_row
-from collective_matmul.operands.scaled_matrix import ScaledMatrix
+from collective_matmul.operands.scaled_matrix import ScaledMatrix, transposed_values
 from collective_matmul.operands.scaling import (
     Array,
     largest_magnitude,
@@ -139,7 +139,7 @@ class Recipe(Format):
     def transposed(self, matrix: ScaledMatrix) -> tuple[ScaledMatrix, jax.Array | None]:
         """The transpose. Scales of columns become factors of rows, and its own are 1."""
         ones = jnp.ones_like(matrix.scales, shape=(matrix.shape[0],))
-        values = matrix.values.T
+        values = transposed_values(matrix.values)
         return ScaledMatrix(values, ones, matrix.product_dtype), matrix.scales
 
     def row_bytes(self, columns: int, itemsize: int) -> int:
