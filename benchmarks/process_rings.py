@@ -3,8 +3,10 @@
 Layers of `benchmarks.stack`, forward, of which every candidate is timed in turns: the computation
 alone; plain JAX; rings of two devices written out, in plain JAX; and the library. "ring" joins the
 products of both chunks in one pass. "ring_in_place" writes each into the result, as the library
-does: with XLA's matmuls, XLA makes one program of this and of the library's ring. All rings have
-NCCL's symmetric buffers, but for "ring_plain_buffers".
+does: with XLA's matmuls, XLA makes one program of this and of the library's ring. "ring_of_gathers"
+has all-gathers instead of permutes. All rings have NCCL's symmetric buffers, but for
+"ring_plain_buffers". NCCL's own settings are those of the environment, such as
+``NCCL_CTA_POLICY=2``, which leaves gathers to copy engines.
 """
 
 from __future__ import annotations
@@ -103,6 +105,37 @@ class RingInPlace(Ring):
         return tuple(write(y, other @ w, 1 - me) for y, w in zip(ys, ws, strict=True))
 
 
+class RingOfGathers(Ring):
+    """The same with all-gathers: NCCL leaves them to copy engines if ``NCCL_CTA_POLICY=2``.
+
+    What a device has already is copied too.
+    """
+
+    def all_gather_matmul(self, rows, ws):
+        other = _others(rows)
+        own = tuple(rows @ w for w in ws)
+        own, other = lax.optimization_barrier((own, other))
+        is_second = lax.axis_index(AXIS) == 1
+        pairs = zip(own, (other @ w for w in ws), strict=True)
+        return tuple(
+            lax.concatenate([jnp.where(is_second, b, a), jnp.where(is_second, a, b)], 0)
+            for a, b in pairs
+        )
+
+    def matmul_reduce_scatter(self, x, w):
+        m, me = x.shape[0] // 2, lax.axis_index(AXIS)
+        away = lax.dynamic_slice_in_dim(x, (1 - me) * m, m) @ w
+        away, x = lax.optimization_barrier((away, x))
+        return lax.dynamic_slice_in_dim(x, me * m, m) @ w + _others(away)
+
+
+def _others(x):
+    """What the other of two devices has."""
+    return lax.dynamic_index_in_dim(
+        lax.all_gather(x, AXIS), 1 - lax.axis_index(AXIS), keepdims=False
+    )
+
+
 #: The candidates, and the XLA options of each.
 CANDIDATES: list[tuple[Candidate, dict[str, Any]]] = [
     (Candidate(COMPUTE_ONLY, NoCommunication(), "jit"), {}),
@@ -111,6 +144,7 @@ CANDIDATES: list[tuple[Candidate, dict[str, Any]]] = [
     (Candidate("ring", Ring(), "jit"), _UNMERGED | _SYMMETRIC),
     (Candidate("ring_plain_buffers", Ring(), "jit"), _UNMERGED),
     (Candidate("ring_in_place", RingInPlace(), "jit"), _UNMERGED | _SYMMETRIC),
+    (Candidate("ring_of_gathers", RingOfGathers(), "jit"), _UNMERGED | _SYMMETRIC),
     (Candidate("library_ring", CollectiveMatmul("ring"), "overlap_jit"), _SYMMETRIC),
     (Candidate("auto", CollectiveMatmul(None), "overlap_jit"), {}),
 ]
