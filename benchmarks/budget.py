@@ -131,7 +131,8 @@ RATES = {
 ASSUMPTIONS = (
     "A floor is the least that a part takes at {:.0f} TFLOP/s of matmuls and {:.1f} TB/s"
     " of memory. A matmul's backward has twice the FLOPs of its forward, causal attention's 2.5"
-    " times; remat adds attention's forward, full remat that of the matmuls that gradients need."
+    " times; full remat adds attention's forward, and, as remat of all but attention does, that of"
+    " the matmuls that gradients need."
     " Activations move once, in the compute dtype: 5 arrays for a norm, 3 for a residual sum, 8"
     " for the feed-forward's activation, 4 for rotary, 3 of the logits for the loss, and with remat"
     " those of the forward again. AdamW reads gradients, in the compute dtype unless they are"
@@ -156,16 +157,17 @@ def make_floors(config: Config, sizes: MeshSizes, rates: Rates) -> dict[str, flo
 
 
 def _flops_per_token(config: Config) -> dict[str, float]:
-    model, full, recomputed = config.model, config.remat == "full", config.remat != "none"
+    model, full = config.model, config.remat == "full"
+    again = config.remat in ("attention", "full")
     heads = model.num_heads * model.head_dim
     key_value_heads = model.num_key_value_heads * model.head_dim
     block = 2 * model.num_layers * model.features
     return {
-        "qkv matmuls": block * (heads + 2 * key_value_heads) * (3 + full),
-        "attention": 2 * model.num_layers * heads * config.sequence_length * (3.5 + recomputed),
-        "attention output matmuls": block * heads * (3 + full),
+        "qkv matmuls": block * (heads + 2 * key_value_heads) * (3 + again),
+        "attention": 2 * model.num_layers * heads * config.sequence_length * (3.5 + full),
+        "attention output matmuls": block * heads * (3 + again),
         # Gradients need two of the forward's three products.
-        "feed forward matmuls": block * model.hidden_features * (9 + 2 * full),
+        "feed forward matmuls": block * model.hidden_features * (9 + 2 * again),
         "head matmuls": 2 * model.features * model.vocabulary_size * 3,
     }
 

@@ -230,7 +230,8 @@ class Llama(nnx.Module):
       fp8_layers: which layers do, as `fnmatch` patterns of the names in `FP8_LAYERS`.
       dtype: dtype of activations and of weights where they are used; parameters are float32.
       remat: what the backward recomputes: "none"; "dots", all but the results of the collective
-        matmuls and of attention; "full", everything inside a block.
+        matmuls and of attention; "attention", all but the results of attention; "full", everything
+        inside a block.
       attention: the kernel of attention, as `collective_matmul.dot_product_attention` takes it;
         None chooses what was measured to be fastest.
       scan_layers: blocks per iteration of a scan over blocks, whose parameters then are stacked:

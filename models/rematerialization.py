@@ -15,16 +15,26 @@ from collective_matmul import (
 )
 from models import plain
 
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "dots", "attention", "full"]
+
+#: The names of what the backward finds again, besides scales. Attention is dear to repeat, and for
+#: long sequences ever more so, while its results are as small as a block's input.
+_SAVED: dict[Remat, tuple[str, ...]] = {
+    "dots": (
+        CHECKPOINT_NAME,
+        HIDDEN_CHECKPOINT_NAME,
+        plain.CHECKPOINT_NAME,
+        ATTENTION_CHECKPOINT_NAME,
+    ),
+    "attention": (ATTENTION_CHECKPOINT_NAME,),
+    "full": (),
+}
 
 
 def rematerialize(fun: Callable, remat: Remat) -> Callable:
     """A function whose backward recomputes what `remat` says, as in `Llama`."""
     if remat == "none":
         return fun
-    results = (
-        CHECKPOINT_NAME, HIDDEN_CHECKPOINT_NAME, plain.CHECKPOINT_NAME, ATTENTION_CHECKPOINT_NAME
-    )  # fmt: skip
-    results = results if remat == "dots" else ()
-    policy = jax.checkpoint_policies.save_only_these_names(SCALE_CHECKPOINT_NAME, *results)
+    saved = SCALE_CHECKPOINT_NAME, *_SAVED[remat]
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint(fun, policy=policy)

@@ -127,7 +127,7 @@ def describe_experts(config: Config, sizes: MeshSizes, active_parameters: int) -
         f" divided over {where}; {active_parameters:,} parameters are active"
     ]
     room = f"room for all tokens at one device: {worst_case_bytes(config, sizes):,} bytes"
-    if config.recompute_expert_hidden or config.remat == "full":
+    if config.recompute_expert_hidden or config.remat in ("attention", "full"):
         lines.append(f"hidden features of experts are computed again; else {room} in each layer")
     else:
         lines.append(f"hidden features of experts are kept, with {room} in each layer")

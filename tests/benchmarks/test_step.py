@@ -173,7 +173,9 @@ def test_floors_know_remat_meshes_and_dtypes():
     assert ratio["feed forward matmuls"] == pytest.approx(11 / 9)
     assert ratio["attention"] == pytest.approx(4.5 / 3.5)
     assert ratio["rotary"] == pytest.approx(1.5)
-    assert dots == {**full, **{part: plain[part] for part in plain if part.endswith("matmuls")}}
+    saved = {part for part in plain if part.endswith("matmuls")} | {"attention"}
+    assert dots == {**full, **{part: plain[part] for part in saved}}
+    assert floors_of(TWO, remat="attention") == {**full, "attention": plain["attention"]}
 
     mesh = MeshSizes(data=2, fsdp=2, tensor=2)
     sharded = floors_of(mesh, zero=3, sequences=8)

@@ -205,12 +205,16 @@ def test_remat_dots_recomputes_less_than_full():
     # Seven projections of one block, traced once and called by both; attention has two more.
     assert dots("none") == dots("dots") < dots("full")
     assert dots("full") - dots("dots") >= 6
+    # The two matmuls of attention. Its backward computes their operands again.
+    assert dots("full") - dots("attention") == 2
 
 
 def test_unknown_remat_is_refused():
     from flax import nnx
 
-    with pytest.raises(ValueError, match=r"remat='some': expected one of none, dots, full"):
+    with pytest.raises(
+        ValueError, match=r"remat='some': expected one of none, dots, attention, full"
+    ):
         Llama(SMALL, remat="some", rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
 
 
