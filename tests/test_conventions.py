@@ -36,6 +36,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "transport",
         "xla_options",
     ),
+    "jaxprs": ("jaxprs",),
     "mosaic_gpu": ("mosaic_gpu",),
     "operands": ("operands",),
     "schedule": ("schedule",),
@@ -56,12 +57,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
 }
 ROOM_ORDER = (*ROOMS, "public", "models", "train", "benchmarks")
-PUBLIC_MODULES = {LIBRARY, f"{LIBRARY}.layers"}
+PUBLIC_MODULES = {LIBRARY, f"{LIBRARY}.jaxprs", f"{LIBRARY}.layers"}
 #: The one benchmark module that imports private names; the other modules import them from it.
 BENCHMARKED_INTERNALS = "benchmarks/internals.py"
 
 #: The files that may import private parts of JAX, one for each of two programs.
 PRIVATE_JAX = ("collective_matmul/_compat.py", "train/_compat.py")
+
+#: The folder that knows which parameters of equations hold jaxprs.
+JAXPR_WALKER = "collective_matmul/jaxprs/"
 
 #: Where the name of a backend may be compared, besides the registry.
 _RINGS = (
@@ -192,6 +196,13 @@ def private_jax(tree: SourceTree) -> Findings:
             yield from (Finding(place, "is private JAX") for place in module.private_jax())
 
 
+def walks_over_nested_jaxprs(tree: SourceTree) -> Findings:
+    """Modules that look into equations for jaxprs by themselves: only one folder does."""
+    for module in tree.below(*PROGRAMS):
+        if not module.path.startswith(JAXPR_WALKER):
+            yield from (Finding(p, "is what jaxprs/ looks at") for p in module.nested_jaxprs())
+
+
 def compared_backend_names(tree: SourceTree) -> Findings:
     for module in tree.below(*PROGRAMS):
         for place in module.compared_strings():
@@ -311,6 +322,7 @@ CHECKS: dict[str, Check] = {
         import_cycles,
         private_imports,
         private_jax,
+        walks_over_nested_jaxprs,
         compared_backend_names,
         untyped_backends,
         long_files,
@@ -364,6 +376,11 @@ PLANTED = {
     "collective_matmul/dispatch/selection.py": 'if name in ("xla", "ring"): pass',
     "collective_matmul/layers/values.py": f"class PeerTwins:\n    '''Of peers.'''\n{_LONG}",
     "train/loop.py": "from collective_matmul import gather, ops",
+    "models/loops.py": """
+from jax.extend.core import jaxprs_in_params
+equation.params["branches"], getattr(closed, "jaxpr", closed), equation.params.values()
+""",
+    "collective_matmul/jaxprs/bodies.py": 'equation.params["cond_jaxpr"]',
     "tests/test_report.py": f'open("{DATED}")',
     "docs/strips.md": "",
 }
@@ -376,6 +393,12 @@ PLANTED = {
         "import_cycles": {"collective_matmul.operands.values"},
         "private_imports": {"collective_matmul.ops"},
         "private_jax": {"jax._src"},
+        "walks_over_nested_jaxprs": {
+            "jaxprs_in_params",
+            "branches",
+            "jaxpr",
+            "equation.params.values",
+        },
         "compared_backend_names": {"xla", "ring"},
         "untyped_backends": {"site"},
         "long_files": {"collective_matmul.layers.values"},

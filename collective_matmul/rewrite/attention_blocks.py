@@ -9,10 +9,9 @@ ring hides such a gather, but all scores of a device are in memory at one time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
-
+from collective_matmul.jaxprs.walks import all_equations
 from collective_matmul.rewrite.collective_equations import kind_of
 from collective_matmul.rewrite.flow import Flow, NumberedEquation, identity_of
 from collective_matmul.rewrite.report import described, is_ours
@@ -34,7 +33,7 @@ class AttentionBlocks:
 
     def look_into(self, jaxpr: Jaxpr) -> None:
         """Finds the attentions of a jaxpr."""
-        if not any(map(_attends, _equations(jaxpr))):
+        if not any(map(_attends, all_equations(jaxpr))):
             return
         flow = Flow(jaxpr)
         gathers = [s for s in flow.steps if kind_of(s.equation) == "all_gather" and _is_users(s)]
@@ -102,10 +101,3 @@ def _is_users(step: NumberedEquation) -> bool:
 
 def _attends(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "exp" or equation.primitive.name.startswith(_KERNELS)
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from _equations(inner)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import JaxprEqn
 
 from collective_matmul.hardware import Rates
-from collective_matmul.rewrite.graph import type_of
+from collective_matmul.jaxprs.graph import type_of
+from collective_matmul.jaxprs.walks import Holds
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "psum"]
 _KINDS: dict[str, CollectiveKind] = {
@@ -48,28 +48,8 @@ def kind_of(equation: JaxprEqn) -> CollectiveKind | None:
     return _KINDS.get(equation.primitive.name)
 
 
-def collectives_in(jaxprs: Iterable[Jaxpr]) -> Iterator[JaxprEqn]:
-    """Yields the equations with a `kind_of` in the jaxprs, at any depth."""
-    for jaxpr in jaxprs:
-        for equation in jaxpr.eqns:
-            if kind_of(equation) is not None:
-                yield equation
-            yield from collectives_in(jaxprs_in_params(equation.params))
-
-
-#: Answers of `holds_collectives`.
-_holding: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
-
-
-def holds_collectives(jaxpr: Jaxpr) -> bool:
-    """Whether the jaxpr has equations with a `kind_of`, at any depth."""
-    if jaxpr not in _holding:
-        _holding[jaxpr] = any(
-            kind_of(equation) is not None
-            or any(map(holds_collectives, jaxprs_in_params(equation.params)))
-            for equation in jaxpr.eqns
-        )
-    return _holding[jaxpr]
+#: Whether a jaxpr has equations with a `kind_of`, at any depth.
+holds_collectives = Holds(kind_of)
 
 
 def axes_of(equation: JaxprEqn) -> tuple:

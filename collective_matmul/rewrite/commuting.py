@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from collective_matmul.rewrite.graph import Atom, Graph, Shape, type_of
+from collective_matmul.jaxprs.graph import Atom, Graph, Shape, type_of
 
 #: Elementwise operations without other operands.
 _ELEMENTWISE = frozenset({"pvary", "name", "copy", "copy_p", "neg", "optimization_barrier"})

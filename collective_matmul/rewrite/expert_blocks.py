@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 
+from collective_matmul.jaxprs.graph import type_of
+from collective_matmul.jaxprs.walks import Holds
 from collective_matmul.rewrite.collective_equations import kind_of
 from collective_matmul.rewrite.flow import Flow, NumberedEquation, identity_of
-from collective_matmul.rewrite.graph import type_of
 from collective_matmul.rewrite.report import described, is_ours
 
 _GROUPED = "ragged_dot_general"
+_holds_grouped = Holds(lambda equation: equation.primitive.name == _GROUPED)
 _ADVICE = (
     "overlap cannot prove that each row returns to its token: write the whole block as"
     " collective_matmul.expert_mlp or layers.ExpertMLP"
@@ -159,14 +161,6 @@ def _makes_weights(product: NumberedEquation) -> bool:
 
 def _is_grouped(equation: JaxprEqn) -> bool:
     return equation.primitive.name == _GROUPED and not is_ours(equation)
-
-
-def _holds_grouped(jaxpr: Jaxpr) -> bool:
-    return any(
-        equation.primitive.name == _GROUPED
-        or any(map(_holds_grouped, jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )
 
 
 def _at(product: NumberedEquation) -> str:

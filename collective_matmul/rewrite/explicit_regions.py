@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.dispatch.recording import record, record_decisions
+from collective_matmul.jaxprs.dependencies import Dependencies, EquationGroup, Scheduled, in_order
+from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.collective_equations import CollectiveKind
-from collective_matmul.rewrite.dependencies import Dependencies, EquationGroup, Scheduled, in_order
 from collective_matmul.rewrite.explicit_sums import summands
 from collective_matmul.rewrite.explicit_weights import (
     ExplicitWeight,
@@ -22,7 +23,6 @@ from collective_matmul.rewrite.explicit_weights import (
     weight_of,
     with_weights,
 )
-from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.manual_regions import (
     ManualRegion,
     as_shard_map,

@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import NamedSharding, reshard
 
-from collective_matmul.rewrite.graph import Graph, type_of
+from collective_matmul.jaxprs.graph import Graph, type_of
 from collective_matmul.rewrite.manual_regions import ManualRegion, commutes, other_axes_stay
 from collective_matmul.rewrite.placements import (
     explicit_axes,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from collective_matmul.rewrite.divergence import CALLS
-from collective_matmul.rewrite.graph import Atom, type_of
+from collective_matmul.jaxprs.bodies import CALLS, bodies_of
+from collective_matmul.jaxprs.graph import Atom, type_of
+from collective_matmul.jaxprs.walks import Scope
 
 #: Primitives whose results have rows, or sums of rows, of the operands at these positions.
 _ROWS: dict[str, tuple[int, ...]] = {
@@ -27,7 +28,7 @@ _ROWS: dict[str, tuple[int, ...]] = {
     ),
 }
 #: A loop is followed once.
-_CALLS = CALLS | {"scan"}
+_FOLLOWED = CALLS | {"scan"}
 
 
 @dataclass(frozen=True)
@@ -88,31 +89,27 @@ class Flow:
         self.makers: dict[int, NumberedEquation] = {}
         self.bodies: list[Jaxpr] = []
         self._numbers = itertools.count()
-        self._add(jaxpr, {})
+        self._add(jaxpr, [self._new(var) for var in jaxpr.invars])
 
-    def _add(self, jaxpr: Jaxpr, numbers: dict[Var, int]) -> None:
-        for equation in jaxpr.eqns:
-            operands = tuple(self._number(atom, numbers) for atom in equation.invars)
-            inner = list(jaxprs_in_params(equation.params))
-            is_call = equation.primitive.name in _CALLS and len(inner) == 1
-            if is_call and len(inner[0].invars) == len(operands):
-                inside = dict(zip(inner[0].invars, operands, strict=True))
-                self._add(inner[0], inside)
-                results = (self._number(atom, inside) for atom in inner[0].outvars)
-                numbers.update(zip(equation.outvars, results, strict=True))
-                continue
-            self.bodies += inner
-            results = tuple(self._number(var, numbers) for var in equation.outvars)
-            step = NumberedEquation(equation, operands, results)
-            self.steps.append(step)
-            self.makers.update(dict.fromkeys(results, step))
-            for operand in dict.fromkeys(operands):
-                self.users[operand].append(step)
+    def _add(self, jaxpr: Jaxpr, arguments: Sequence[int]) -> list[int]:
+        """Adds the equations of a jaxpr. Returns the numbers of its results."""
+        return Scope(jaxpr, arguments, self._new).run(self._add_equation)
 
-    def _number(self, atom: Atom, numbers: dict[Var, int]) -> int:
-        if isinstance(atom, Literal):
-            return next(self._numbers)
-        return numbers.setdefault(atom, next(self._numbers))
+    def _add_equation(self, equation: JaxprEqn, operands: Sequence[int]) -> Sequence[int]:
+        bodies = bodies_of(equation)
+        if equation.primitive.name in _FOLLOWED and bodies[0].operands is not None:
+            return self._add(bodies[0].jaxpr, bodies[0].arguments(operands))
+        self.bodies += (body.jaxpr for body in bodies)
+        results = tuple(map(self._new, equation.outvars))
+        step = NumberedEquation(equation, tuple(operands), results)
+        self.steps.append(step)
+        self.makers.update(dict.fromkeys(results, step))
+        for operand in dict.fromkeys(operands):
+            self.users[operand].append(step)
+        return results
+
+    def _new(self, _: Atom) -> int:
+        return next(self._numbers)
 
     def reached(
         self, starts: Iterable[int], follows: Callable[[NumberedEquation, int], bool]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Var
 
+from collective_matmul.jaxprs.graph import Graph, Shape, type_of
 from collective_matmul.rewrite.collective_equations import Collective
 from collective_matmul.rewrite.commuting import (
     CommutingOp,
@@ -19,7 +20,6 @@ from collective_matmul.rewrite.commuting import (
     divided,
     scaling,
 )
-from collective_matmul.rewrite.graph import Graph, Shape, type_of
 from collective_matmul.rewrite.matmuls import Matmul, matmul_of
 from collective_matmul.rewrite.report import described
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from jax.extend.core import jaxprs_in_params
-
+from collective_matmul.jaxprs.bodies import executes_jaxprs
+from collective_matmul.jaxprs.graph import Graph, is_pure, variables
 from collective_matmul.rewrite.collective_equations import kind_of
 from collective_matmul.rewrite.commuting import commuting_op
 from collective_matmul.rewrite.gathers import GatheredDot
-from collective_matmul.rewrite.graph import Graph, is_pure, variables
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def _can_wait(graph: Graph, index: int) -> bool:
     equation = graph.equations[index]
     if equation.primitive.name == "dot_general" or kind_of(equation) is not None:
         return False
-    return is_pure(equation) and not any(jaxprs_in_params(equation.params))
+    return is_pure(equation) and not executes_jaxprs(equation)
 
 
 def _gathered_first(graph: Graph, dot: GatheredDot) -> bool:

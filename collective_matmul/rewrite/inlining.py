@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
+from collective_matmul.jaxprs.bodies import called, opened
+from collective_matmul.jaxprs.graph import Atom, Graph, type_of
+from collective_matmul.jaxprs.walks import Holds
 from collective_matmul.rewrite.collective_equations import holds_collectives, kind_of
 from collective_matmul.rewrite.commuting import commuting_op
-from collective_matmul.rewrite.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.placements import reshard_kind
 from collective_matmul.rewrite.report import is_named
+
+_holds_matmul = Holds(lambda equation: equation.primitive.name == "dot_general")
 
 
 def inlined(graph: Graph) -> Graph:
@@ -30,15 +34,7 @@ def inlined(graph: Graph) -> Graph:
 def has_matmul_beside(graph: Graph, index: int) -> bool:
     """Whether a call that can be inlined, next to a collective, holds a matmul."""
     calls = (graph.equations[i] for i in _neighbours(graph, index))
-    return any(_holds_matmul(c.params["jaxpr"].jaxpr) for c in calls if _can_inline(c))
-
-
-def _holds_matmul(jaxpr: Jaxpr) -> bool:
-    return any(
-        equation.primitive.name == "dot_general"
-        or any(map(_holds_matmul, jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )
+    return any(_holds_matmul(opened(called(c))) for c in calls if _can_inline(c))
 
 
 def _calls_to_inline(graph: Graph) -> set[int]:
@@ -51,7 +47,7 @@ def _calls_to_inline(graph: Graph) -> set[int]:
         if _can_inline(graph.equations[index])
     }
     calls = (index for index, equation in enumerate(graph.equations) if _can_inline(equation))
-    found.update(i for i in calls if _reaches_outside(graph.equations[i].params["jaxpr"].jaxpr))
+    found.update(i for i in calls if _reaches_outside(opened(called(graph.equations[i]))))
     return found
 
 
@@ -112,7 +108,7 @@ def _reaches_outside(jaxpr: Jaxpr) -> bool:
         summed = kind_of(equation) in ("reduce_scatter", "psum")
         if summed and None in _makers(graph, equation.invars[0]):
             return True
-        if _can_inline(equation) and _reaches_outside(equation.params["jaxpr"].jaxpr):
+        if _can_inline(equation) and _reaches_outside(opened(called(equation))):
             return True
     return False
 
@@ -130,7 +126,7 @@ def _is_returned(graph: Graph, var: Var) -> bool:
 
 
 def _can_inline(equation: JaxprEqn) -> bool:
-    return is_plain_call(equation) and not equation.params["jaxpr"].consts
+    return is_plain_call(equation) and not called(equation).consts
 
 
 def is_plain_call(equation: JaxprEqn) -> bool:
@@ -145,7 +141,7 @@ def is_plain_call(equation: JaxprEqn) -> bool:
 
 def _inline(equation: JaxprEqn, names: dict[Var, Atom]) -> list[JaxprEqn]:
     """The equations of a call, in its name scope; `names` receives what its results become."""
-    jaxpr = equation.params["jaxpr"].jaxpr
+    jaxpr = opened(called(equation))
     inside: dict[Var, Atom] = dict(zip(jaxpr.invars, equation.invars, strict=True))
     scope = equation.source_info.name_stack.extend(equation.params["name"])
     equations = []

@@ -17,9 +17,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from collective_matmul._compat import ShardingTypeError, ends_the_process, traced_as
+from collective_matmul.jaxprs.bodies import called
+from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.collective_equations import CollectiveKind
 from collective_matmul.rewrite.commuting import CommutingOp, commuting_op
-from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.placements import (
     axes_in,
     is_local,
@@ -184,7 +185,7 @@ def as_shard_map(graph: Graph, region: ManualRegion) -> JaxprEqn | str:
     )
 
     def body(*arrays: jax.Array) -> tuple:
-        local = _Body(graph, region, manual, dict(zip(inputs, arrays, strict=True))).run()
+        local = _LocalRegion(graph, region, manual, dict(zip(inputs, arrays, strict=True))).run()
         return tuple(local[var] for var in outputs)
 
     with jax.sharding.use_abstract_mesh(mesh):
@@ -233,7 +234,7 @@ def sums_cannot_be_compiled(equation: JaxprEqn) -> bool:
     parameters = equation.params
     mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
     several = {axis for axis, size in mesh.shape.items() if size > 1}
-    sums = [made for made in parameters["jaxpr"].eqns if made.primitive.name in _SUMS]
+    sums = [made for made in called(equation).eqns if made.primitive.name in _SUMS]
     scatters = any(made.primitive.name == "reduce_scatter" for made in sums)
     if scatters and not manual.issuperset(mesh.explicit_axes):
         return True
@@ -243,7 +244,7 @@ def sums_cannot_be_compiled(equation: JaxprEqn) -> bool:
         )
 
 
-class _Body:
+class _LocalRegion:
     """The equations of a region, executed on local arrays."""
 
     def __init__(

@@ -14,8 +14,8 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from collective_matmul.jaxprs.graph import Atom, Shape, type_of
 from collective_matmul.ops.matmul.checks import DTYPES
-from collective_matmul.rewrite.graph import Atom, Shape, type_of
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ same; or `PARTIAL` if each device has a summand (an array of type "unreduced").
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Set
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
+from collective_matmul.jaxprs.graph import Atom, Shape, type_of
+from collective_matmul.jaxprs.walks import Holds, all_equations
 from collective_matmul.rewrite.commuting import RESHAPES
-from collective_matmul.rewrite.graph import Atom, Shape, type_of
 
 PARTIAL = "partial"
 #: Anything else, such as an operand of a product of summands.
@@ -247,29 +247,16 @@ def may_communicate(equation: JaxprEqn) -> bool:
 
 def auto_axes(jaxpr: Jaxpr) -> tuple[str, ...]:
     """The axes of type Auto and several devices, of meshes with Explicit axes that shard arrays."""
-    for equation in jaxpr.eqns:
+    for equation in all_equations(jaxpr):
         for atom in (*equation.invars, *equation.outvars):
             if next(_named(spec_of(atom)), None) is not None:
                 mesh = type_of(atom).sharding.mesh
                 return tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
-        for inner in jaxprs_in_params(equation.params):
-            if axes := auto_axes(inner):
-                return axes
     return ()
 
 
-#: Answers of `shows_sharding`.
-_showing: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
-
-
-def shows_sharding(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr has equations that `may_communicate`, at any depth."""
-    if jaxpr not in _showing:
-        _showing[jaxpr] = any(
-            may_communicate(equation) or any(map(shows_sharding, jaxprs_in_params(equation.params)))
-            for equation in jaxpr.eqns
-        )
-    return _showing[jaxpr]
+#: Whether a jaxpr has equations that `may_communicate`, at any depth.
+shows_sharding = Holds(may_communicate)
 
 
 def axes_in(spec: PartitionSpec) -> frozenset[str]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from jax.extend.core import Var
 
+from collective_matmul.jaxprs.graph import Graph
 from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.gathers import GatherMatch
-from collective_matmul.rewrite.graph import Graph
 from collective_matmul.rewrite.matmuls import Matmul
 from collective_matmul.rewrite.site_selection import Match, PlacedMatch
 from collective_matmul.rewrite.splice import TracedSite

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul._compat import vary_over
+from collective_matmul.jaxprs.graph import Atom, type_of
 from collective_matmul.operands.chunked import Gathered, tie_with_barrier
 from collective_matmul.operands.format import PLAIN, Format
 from collective_matmul.operands.quantized import Quantized
@@ -32,7 +33,6 @@ from collective_matmul.rewrite.commuting import ShardOp, divided, scale
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.gathered_uses import weight_gradients, whole_array
 from collective_matmul.rewrite.gathers import GatherMatch
-from collective_matmul.rewrite.graph import Atom, type_of
 from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad
 from collective_matmul.rewrite.matmuls import Matmul
 from collective_matmul.rewrite.site_selection import PlacedMatch

@@ -16,13 +16,13 @@ from collective_matmul.dispatch.decision_table import Line, format_table, line_o
 from collective_matmul.dispatch.recording import Decision, record
 from collective_matmul.dispatch.run_counts import is_numbered
 from collective_matmul.hardware import rates
+from collective_matmul.jaxprs.graph import type_of
 from collective_matmul.rewrite.collective_equations import (
     CollectiveKind,
     axes_of,
     collective_seconds,
     kind_of,
 )
-from collective_matmul.rewrite.graph import type_of
 from collective_matmul.source_location import SourceLocation, is_library
 
 #: The name scope of a site's replacement, which profiles show.

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from collective_matmul.jaxprs.bodies import called, with_jaxprs
+from collective_matmul.jaxprs.graph import Graph, is_pure, type_of, variables
 from collective_matmul.operands.chunked import Chunked
 from collective_matmul.rewrite.gathers import GatheredDot, GatherMatch, dots_of
-from collective_matmul.rewrite.graph import Graph, is_pure, type_of, variables
 from collective_matmul.rewrite.grouped_wgrad import group_wgrads, tie_to_sum
 from collective_matmul.rewrite.inlining import is_plain_call
 from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
@@ -96,9 +97,9 @@ class ResidualForwarding:
         positions = self._acceptable(index, call)
         if not positions:
             return call
-        key = id(call.params["jaxpr"]), *positions.items()
+        closed = called(call)
+        key = id(closed), *positions.items()
         if key not in self._done:
-            closed = call.params["jaxpr"]
             # Keep the original alive, so that no other object gets its id.
             self._done[key] = closed, _take_chunks(closed, positions)
         _, (closed, accepted) = self._done[key]
@@ -120,7 +121,7 @@ class ResidualForwarding:
         taken = {residual.position: residual for residual in self._taken.get(index, {})}
         if not taken:
             return call
-        closed = call.params["jaxpr"]
+        closed = called(call)
         key = id(closed), *taken.values()
         if key not in self._done:
             self._done[key] = closed, closed.replace(jaxpr=_return_chunks(closed.jaxpr, taken))
@@ -151,7 +152,7 @@ def _can_change(call: JaxprEqn) -> bool:
 
 def _resized(call: JaxprEqn, jaxpr: Any, names: Sequence[str], sizes: Sequence[int]) -> dict:
     """A call's parameters for another jaxpr; entries of one value are repeated for its chunks."""
-    params = {**call.params, "jaxpr": jaxpr}
+    params = dict(with_jaxprs(call, [jaxpr]).params)
     for name in names:
         if name in params:
             pairs = zip(params[name], sizes, strict=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from collective_matmul.jaxprs.bodies import called, with_jaxprs
+from collective_matmul.jaxprs.graph import Atom, Graph, type_of
 from collective_matmul.rewrite.collective_equations import kind_of
-from collective_matmul.rewrite.graph import Atom, Graph, type_of
 
 #: Names of the primitive in different versions of JAX.
 CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
@@ -52,7 +53,7 @@ def _adjacent_checkpoint(graph: Graph, index: int) -> int | None:
 
 
 def _with_gather(call: JaxprEqn, gather: JaxprEqn) -> JaxprEqn:
-    jaxpr = call.params["jaxpr"]
+    jaxpr = called(call)
     (operand,), (result,) = gather.invars, gather.outvars
     (place,) = (i for i, atom in enumerate(call.invars) if atom is result)
     shard = Var(type_of(operand))
@@ -66,7 +67,7 @@ def _with_gather(call: JaxprEqn, gather: JaxprEqn) -> JaxprEqn:
 
 
 def _with_sum(call: JaxprEqn, summing: JaxprEqn) -> JaxprEqn:
-    jaxpr = call.params["jaxpr"]
+    jaxpr = called(call)
     (operand,), (result,) = summing.invars, summing.outvars
     (place,) = (i for i, var in enumerate(call.outvars) if var is operand)
     summed = Var(type_of(result))
@@ -80,7 +81,7 @@ def _with_sum(call: JaxprEqn, summing: JaxprEqn) -> JaxprEqn:
 
 
 def _with_body(call: JaxprEqn, body: Jaxpr) -> JaxprEqn:
-    return call.replace(params={**call.params, "jaxpr": body}, effects=body.effects)
+    return with_jaxprs(call, [body]).replace(effects=body.effects)
 
 
 def _replaced(atoms: list[Any], place: int, atom: Atom) -> list[Any]:

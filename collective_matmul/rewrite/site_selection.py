@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
-from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Var
 
+from collective_matmul.jaxprs.bodies import jaxprs_of
+from collective_matmul.jaxprs.dependencies import Dependencies, EquationGroup
+from collective_matmul.jaxprs.graph import Atom, Graph, is_pure, variables
+from collective_matmul.jaxprs.walks import all_equations
 from collective_matmul.rewrite.commuting import has_no_gradient
-from collective_matmul.rewrite.dependencies import Dependencies, EquationGroup
 from collective_matmul.rewrite.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.gathers import GatheredDot, GatherMatch
-from collective_matmul.rewrite.graph import Atom, Graph, is_pure, variables
 from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad, group_immediate, group_wgrads
 from collective_matmul.rewrite.report import is_ours
 from collective_matmul.rewrite.sums import SumMatch
@@ -190,8 +192,7 @@ def _multiplies(equation: JaxprEqn) -> bool:
     """Whether it is a matmul, a call that holds one, or part of an op."""
     if equation.primitive.name == "dot_general" or is_ours(equation):
         return True
-    inner = jaxprs_in_params(equation.params)
-    return any(_multiplies(equation) for jaxpr in inner for equation in jaxpr.eqns)
+    return any(map(_multiplies, all_equations(*jaxprs_of(equation))))
 
 
 def _with_dots(group: EquationGroup, dots: Sequence[GatheredDot]) -> EquationGroup:

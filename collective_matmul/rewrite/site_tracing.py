@@ -10,13 +10,13 @@ from jax.extend.core import JaxprEqn
 
 from collective_matmul._compat import ShardingTypeError
 from collective_matmul.dispatch.selection import UnsupportedSiteError
+from collective_matmul.jaxprs.graph import Graph, type_of
 from collective_matmul.log import warn_once
 from collective_matmul.operands.format import PLAIN, format_named
 from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.ops.matmul.call import Call
 from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.rewrite.divergence import Axes
-from collective_matmul.rewrite.graph import Graph, type_of
 from collective_matmul.rewrite.replacements import replacements_of, signature
 from collective_matmul.rewrite.report import source_of
 from collective_matmul.rewrite.site_selection import PlacedMatch

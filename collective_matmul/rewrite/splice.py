@@ -12,8 +12,8 @@ from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from collective_matmul.dispatch.recording import Decision, record_decisions
 from collective_matmul.explicit_axes import with_type_of
-from collective_matmul.rewrite.dependencies import Scheduled, in_order
-from collective_matmul.rewrite.graph import Atom, Graph, type_of, variables
+from collective_matmul.jaxprs.dependencies import Scheduled, in_order
+from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.replacements import Replacement, ResidualRef
 from collective_matmul.rewrite.report import NAME
 from collective_matmul.rewrite.site_selection import PlacedMatch

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
+from collective_matmul.jaxprs.graph import Atom, Graph, Shape, type_of
 from collective_matmul.rewrite.collective_equations import Collective
 from collective_matmul.rewrite.commuting import (
     CommutingOp,
@@ -17,7 +18,6 @@ from collective_matmul.rewrite.commuting import (
     divided,
     same_blocks,
 )
-from collective_matmul.rewrite.graph import Atom, Graph, Shape, type_of
 from collective_matmul.rewrite.matmuls import Matmul, matmul_of
 from collective_matmul.rewrite.report import described
 

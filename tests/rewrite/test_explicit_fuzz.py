@@ -58,11 +58,11 @@ def gather_over_another_axis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lose_a_reshard(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a later reshard would sum stays a summand of each device."""
-    monkeypatch.setattr(manual_regions._Body, "_sum", lambda self, var, array: array)
+    monkeypatch.setattr(manual_regions._LocalRegion, "_sum", lambda self, var, array: array)
 
 
 def lose_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = manual_regions._Body._sum
+    original = manual_regions._LocalRegion._sum
 
     def wrong(self: Any, var: Any, array: jax.Array) -> jax.Array:
         dimension = placements.placement(var, self._region.summed)
@@ -70,7 +70,7 @@ def lose_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
             return array
         return original(self, var, array)
 
-    monkeypatch.setattr(manual_regions._Body, "_sum", wrong)
+    monkeypatch.setattr(manual_regions._LocalRegion, "_sum", wrong)
 
 
 def take_a_part_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,19 +75,3 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 def is_pure(equation: JaxprEqn) -> bool:
     """Whether the equation may be moved: it has no effect other than communication."""
     return all(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
-
-
-def executes_jaxprs(equation: JaxprEqn) -> bool:
-    """Whether the equation executes jaxprs. Plain loops, as programs have many equations."""
-    for value in equation.params.values():
-        if isinstance(value, tuple):
-            for inner in value:
-                if _is_jaxpr(inner):
-                    return True
-        elif _is_jaxpr(value):
-            return True
-    return False
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(getattr(value, "jaxpr", value), Jaxpr)

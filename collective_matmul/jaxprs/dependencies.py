@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from collective_matmul.rewrite.graph import Atom, Graph, is_pure, variables
+from collective_matmul.jaxprs.graph import Atom, Graph, is_pure, variables
 
 
 @dataclass(frozen=True, eq=False)
