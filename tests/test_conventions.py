@@ -56,6 +56,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tuning",
     ),
 }
+#: The folders of rewrite/, in the order in which a program goes through them.
+REWRITE_STEPS = ("find", "match", "replace")
 ROOM_ORDER = (*ROOMS, "public", "models", "train", "benchmarks")
 PUBLIC_MODULES = {LIBRARY, f"{LIBRARY}.jaxprs", f"{LIBRARY}.layers"}
 #: The one benchmark module that imports private names; the other modules import them from it.
@@ -156,6 +158,18 @@ def room(name: str) -> str:
     first = rest.partition(".")[0]
     inside = (name for name, members in ROOMS.items() if first in members)
     return next(inside, "") if rest else "public"
+
+
+def steps_back(tree: SourceTree) -> Findings:
+    """Modules of the rewrite that import from a later step, or from what calls the steps."""
+    for module in tree.below(LIBRARY):
+        step = module.name.removeprefix(f"{LIBRARY}.rewrite.").partition(".")[0]
+        if step in REWRITE_STEPS:
+            allowed = REWRITE_STEPS[: REWRITE_STEPS.index(step) + 1]
+            for place in module.imports(tree.names):
+                other = place.text.removeprefix(f"{LIBRARY}.rewrite.")
+                if other != place.text and other.partition(".")[0] not in allowed:
+                    yield Finding(place, f"is imported by {step}")
 
 
 def import_cycles(tree: SourceTree) -> Findings:
@@ -319,6 +333,7 @@ CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
         upward_imports,
+        steps_back,
         import_cycles,
         private_imports,
         private_jax,
@@ -375,6 +390,8 @@ PLANTED = {
     "collective_matmul/ops/matmul/backend.py": "def backend(site: Any) -> dict[str, Any]: ...",
     "collective_matmul/dispatch/selection.py": 'if name in ("xla", "ring"): pass',
     "collective_matmul/layers/values.py": f"class PeerTwins:\n    '''Of peers.'''\n{_LONG}",
+    "collective_matmul/rewrite/match/casts.py": "from collective_matmul.rewrite.replace import cut",
+    "collective_matmul/rewrite/replace/cut.py": "",
     "train/loop.py": "from collective_matmul import gather, ops",
     "models/loops.py": """
 from jax.extend.core import jaxprs_in_params
@@ -390,6 +407,7 @@ equation.params["branches"], getattr(closed, "jaxpr", closed), equation.params.v
     ("check", "expected"),
     {
         "upward_imports": {"collective_matmul.ops"},
+        "steps_back": {"collective_matmul.rewrite.replace.cut"},
         "import_cycles": {"collective_matmul.operands.values"},
         "private_imports": {"collective_matmul.ops"},
         "private_jax": {"jax._src"},

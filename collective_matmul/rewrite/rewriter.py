@@ -22,13 +22,13 @@ from collective_matmul.jaxprs.bodies import (
 from collective_matmul.jaxprs.graph import Graph
 from collective_matmul.jaxprs.walks import all_equations
 from collective_matmul.ops.matmul.checks import RecipeName
-from collective_matmul.rewrite.attention_blocks import AttentionBlocks
-from collective_matmul.rewrite.collective_equations import (
+from collective_matmul.rewrite.find.attention_blocks import AttentionBlocks
+from collective_matmul.rewrite.find.collective_equations import (
     collective_of,
     holds_collectives,
     kind_of,
 )
-from collective_matmul.rewrite.divergence import (
+from collective_matmul.rewrite.find.divergence import (
     EVERYWHERE,
     Axes,
     Divergence,
@@ -36,21 +36,10 @@ from collective_matmul.rewrite.divergence import (
     Values,
     axes_of_spec,
 )
-from collective_matmul.rewrite.einsum_matches import match_einsum
-from collective_matmul.rewrite.expert_blocks import ExpertBlocks
-from collective_matmul.rewrite.explicit_regions import with_regions
-from collective_matmul.rewrite.gathers import match_gather
-from collective_matmul.rewrite.inlining import has_matmul_beside, inlined
-from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
-from collective_matmul.rewrite.placements import misplaced_by_xla, shows_sharding
-from collective_matmul.rewrite.preference import (
-    gathered_weights,
-    priority,
-    shared_out,
-    stays_itself,
-    with_weights,
-)
-from collective_matmul.rewrite.report import (
+from collective_matmul.rewrite.find.expert_blocks import ExpertBlocks
+from collective_matmul.rewrite.find.explicit_regions import with_regions
+from collective_matmul.rewrite.find.placements import misplaced_by_xla, shows_sharding
+from collective_matmul.rewrite.find.report import (
     FoundSite,
     described,
     is_named,
@@ -60,14 +49,29 @@ from collective_matmul.rewrite.report import (
     replaced_by,
     weight_of_site,
 )
-from collective_matmul.rewrite.residuals import ChunkedResidual, ResidualForwarding, residuals_of
-from collective_matmul.rewrite.rules import rewritten_rules
+from collective_matmul.rewrite.match.einsum_matches import match_einsum
+from collective_matmul.rewrite.match.gathers import match_gather
+from collective_matmul.rewrite.match.inlining import has_matmul_beside, inlined
+from collective_matmul.rewrite.match.narrowing import narrow_matmuls, narrowed
+from collective_matmul.rewrite.match.sinking import CHECKPOINTS, sinkable, sunk
+from collective_matmul.rewrite.match.site_selection import Match, PlacedMatch, SiteSelection
+from collective_matmul.rewrite.match.sums import match_sum
+from collective_matmul.rewrite.replace.preference import (
+    gathered_weights,
+    priority,
+    shared_out,
+    stays_itself,
+    with_weights,
+)
+from collective_matmul.rewrite.replace.residuals import (
+    ChunkedResidual,
+    ResidualForwarding,
+    residuals_of,
+)
+from collective_matmul.rewrite.replace.rules import rewritten_rules
+from collective_matmul.rewrite.replace.site_tracing import SiteTracer
+from collective_matmul.rewrite.replace.splice import TracedSite, inside_shard_map, splice
 from collective_matmul.rewrite.scoped_recipes import ScopedRecipes
-from collective_matmul.rewrite.sinking import CHECKPOINTS, sinkable, sunk
-from collective_matmul.rewrite.site_selection import Match, PlacedMatch, SiteSelection
-from collective_matmul.rewrite.site_tracing import SiteTracer
-from collective_matmul.rewrite.splice import TracedSite, inside_shard_map, splice
-from collective_matmul.rewrite.sums import match_sum
 
 
 class Rewriter:

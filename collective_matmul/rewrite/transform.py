@@ -22,8 +22,8 @@ from collective_matmul.jaxprs.walks import Holds
 from collective_matmul.log import warn_once
 from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import Implementation
-from collective_matmul.rewrite.placements import explicit_axes
-from collective_matmul.rewrite.report import FoundSite, consider, table
+from collective_matmul.rewrite.find.placements import explicit_axes
+from collective_matmul.rewrite.find.report import FoundSite, consider, table
 from collective_matmul.rewrite.rewriter import Rewriter
 from collective_matmul.rewrite.scoped_recipes import Fp8, scoped_recipes
 

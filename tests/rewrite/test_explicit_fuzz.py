@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import _compat
-from collective_matmul.rewrite import explicit_regions, manual_regions, placements, weight_gathers
+from collective_matmul.rewrite.find import explicit_regions, manual_regions, placements
+from collective_matmul.rewrite.match import weight_gathers
 from tests.rewrite.explicit_fuzz import search
 
 #: Numbers of draws: in each test, in the short search and in the long one.

@@ -14,10 +14,10 @@ from collective_matmul.dispatch.recording import Decision, record_decisions
 from collective_matmul.explicit_axes import with_type_of
 from collective_matmul.jaxprs.dependencies import Scheduled, in_order
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
-from collective_matmul.rewrite.replacements import Replacement, ResidualRef
-from collective_matmul.rewrite.report import NAME
-from collective_matmul.rewrite.site_selection import PlacedMatch
-from collective_matmul.rewrite.weight_gathers import unused_after
+from collective_matmul.rewrite.find.report import NAME
+from collective_matmul.rewrite.match.site_selection import PlacedMatch
+from collective_matmul.rewrite.match.weight_gathers import unused_after
+from collective_matmul.rewrite.replace.replacements import Replacement, ResidualRef
 
 
 @dataclass(frozen=True)

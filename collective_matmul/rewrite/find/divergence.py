@@ -24,7 +24,7 @@ from collective_matmul.jaxprs.bodies import (
 )
 from collective_matmul.jaxprs.propagation import NOTHING, Propagation
 from collective_matmul.jaxprs.walks import Holds
-from collective_matmul.rewrite.collective_equations import axes_of, holds_collectives
+from collective_matmul.rewrite.find.collective_equations import axes_of, holds_collectives
 
 #: Mesh axes over which a value may differ between devices.
 Axes = frozenset[str]

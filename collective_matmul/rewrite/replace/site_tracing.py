@@ -16,11 +16,11 @@ from collective_matmul.operands.format import PLAIN, format_named
 from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.ops.matmul.call import Call
 from collective_matmul.ops.matmul.checks import RecipeName
-from collective_matmul.rewrite.divergence import Axes
-from collective_matmul.rewrite.replacements import replacements_of, signature
-from collective_matmul.rewrite.report import source_of
-from collective_matmul.rewrite.site_selection import PlacedMatch
-from collective_matmul.rewrite.splice import (
+from collective_matmul.rewrite.find.divergence import Axes
+from collective_matmul.rewrite.find.report import source_of
+from collective_matmul.rewrite.match.site_selection import PlacedMatch
+from collective_matmul.rewrite.replace.replacements import replacements_of, signature
+from collective_matmul.rewrite.replace.splice import (
     TracedReplacements,
     TracedSite,
     executed_by,

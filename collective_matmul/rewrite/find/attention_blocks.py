@@ -12,9 +12,9 @@ from __future__ import annotations
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.jaxprs.walks import all_equations
-from collective_matmul.rewrite.collective_equations import kind_of
-from collective_matmul.rewrite.flow import Flow, NumberedEquation, identity_of
-from collective_matmul.rewrite.report import described, is_ours
+from collective_matmul.rewrite.find.collective_equations import kind_of
+from collective_matmul.rewrite.find.flow import Flow, NumberedEquation, identity_of
+from collective_matmul.rewrite.find.report import described, is_ours
 
 #: Names of primitives of attention in one call, which differ by pass and number format.
 _KERNELS = ("dot_product_attention_fwd", "dot_product_attention_fp8_fwd")

@@ -29,14 +29,14 @@ from collective_matmul.ops.matmul.gradients import (
     matmul_all_reduce,
     matmul_scatter,
 )
-from collective_matmul.rewrite.commuting import ShardOp, divided, scale
-from collective_matmul.rewrite.einsum_matches import EinsumMatch
-from collective_matmul.rewrite.gathered_uses import weight_gradients, whole_array
-from collective_matmul.rewrite.gathers import GatherMatch
-from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad
-from collective_matmul.rewrite.matmuls import Matmul
-from collective_matmul.rewrite.site_selection import PlacedMatch
-from collective_matmul.rewrite.sums import SumMatch
+from collective_matmul.rewrite.find.commuting import ShardOp, divided, scale
+from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
+from collective_matmul.rewrite.match.gathers import GatherMatch
+from collective_matmul.rewrite.match.grouped_wgrad import GroupedWgrad
+from collective_matmul.rewrite.match.matmuls import Matmul
+from collective_matmul.rewrite.match.site_selection import PlacedMatch
+from collective_matmul.rewrite.match.sums import SumMatch
+from collective_matmul.rewrite.replace.gathered_uses import weight_gradients, whole_array
 
 _SENT_PACKED_ONLY = (
     "the program uses the gathered array elsewhere too, and {!r} sends it in this format only;"

@@ -17,7 +17,7 @@ from collective_matmul.dispatch.recording import Decision, record
 from collective_matmul.dispatch.run_counts import is_numbered
 from collective_matmul.hardware import rates
 from collective_matmul.jaxprs.graph import type_of
-from collective_matmul.rewrite.collective_equations import (
+from collective_matmul.rewrite.find.collective_equations import (
     CollectiveKind,
     axes_of,
     collective_seconds,

@@ -19,9 +19,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from collective_matmul._compat import ShardingTypeError, ends_the_process, traced_as
 from collective_matmul.jaxprs.bodies import called
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
-from collective_matmul.rewrite.collective_equations import CollectiveKind
-from collective_matmul.rewrite.commuting import CommutingOp, commuting_op
-from collective_matmul.rewrite.placements import (
+from collective_matmul.rewrite.find.collective_equations import CollectiveKind
+from collective_matmul.rewrite.find.commuting import CommutingOp, commuting_op
+from collective_matmul.rewrite.find.placements import (
     axes_in,
     is_local,
     is_minor,

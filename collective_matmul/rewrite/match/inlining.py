@@ -9,10 +9,10 @@ from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 from collective_matmul.jaxprs.bodies import called, opened
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of
 from collective_matmul.jaxprs.walks import Holds
-from collective_matmul.rewrite.collective_equations import holds_collectives, kind_of
-from collective_matmul.rewrite.commuting import commuting_op
-from collective_matmul.rewrite.placements import reshard_kind
-from collective_matmul.rewrite.report import is_named
+from collective_matmul.rewrite.find.collective_equations import holds_collectives, kind_of
+from collective_matmul.rewrite.find.commuting import commuting_op
+from collective_matmul.rewrite.find.placements import reshard_kind
+from collective_matmul.rewrite.find.report import is_named
 
 _holds_matmul = Holds(lambda equation: equation.primitive.name == "dot_general")
 

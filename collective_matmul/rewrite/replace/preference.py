@@ -9,13 +9,13 @@ from jax.extend.core import Var
 
 from collective_matmul.jaxprs.graph import Graph
 from collective_matmul.ops.matmul.backends import REFERENCE
-from collective_matmul.rewrite.einsum_matches import EinsumMatch
-from collective_matmul.rewrite.gathers import GatherMatch
-from collective_matmul.rewrite.matmuls import Matmul
-from collective_matmul.rewrite.site_selection import Match, PlacedMatch
-from collective_matmul.rewrite.splice import TracedSite
-from collective_matmul.rewrite.sums import SumMatch
-from collective_matmul.rewrite.weight_gathers import weights_of
+from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
+from collective_matmul.rewrite.match.gathers import GatherMatch
+from collective_matmul.rewrite.match.matmuls import Matmul
+from collective_matmul.rewrite.match.site_selection import Match, PlacedMatch
+from collective_matmul.rewrite.match.sums import SumMatch
+from collective_matmul.rewrite.match.weight_gathers import weights_of
+from collective_matmul.rewrite.replace.splice import TracedSite
 
 
 def needs_transpose(match: Match) -> bool:

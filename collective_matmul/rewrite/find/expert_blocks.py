@@ -15,9 +15,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.jaxprs.graph import type_of
 from collective_matmul.jaxprs.walks import Holds
-from collective_matmul.rewrite.collective_equations import kind_of
-from collective_matmul.rewrite.flow import Flow, NumberedEquation, identity_of
-from collective_matmul.rewrite.report import described, is_ours
+from collective_matmul.rewrite.find.collective_equations import kind_of
+from collective_matmul.rewrite.find.flow import Flow, NumberedEquation, identity_of
+from collective_matmul.rewrite.find.report import described, is_ours
 
 _GROUPED = "ragged_dot_general"
 _holds_grouped = Holds(lambda equation: equation.primitive.name == _GROUPED)

@@ -12,16 +12,16 @@ from jax import lax
 from jax.extend.core import Var
 
 from collective_matmul.jaxprs.graph import Graph, Shape, type_of
-from collective_matmul.rewrite.collective_equations import Collective
-from collective_matmul.rewrite.commuting import (
+from collective_matmul.rewrite.find.collective_equations import Collective
+from collective_matmul.rewrite.find.commuting import (
     CommutingOp,
     ShardOp,
     commuting_op,
     divided,
     scaling,
 )
-from collective_matmul.rewrite.matmuls import Matmul, matmul_of
-from collective_matmul.rewrite.report import described
+from collective_matmul.rewrite.find.report import described
+from collective_matmul.rewrite.match.matmuls import Matmul, matmul_of
 
 #: Why a gather does not move into equations that may hold its matmuls.
 _BORDERS = {

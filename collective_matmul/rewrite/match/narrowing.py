@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
-from collective_matmul.rewrite.commuting import commuting_op
+from collective_matmul.rewrite.find.commuting import commuting_op
 
 _HALF = (jnp.bfloat16, jnp.float16)
 #: Operations on one array that round nothing, so that a cast may come before or after them. So do

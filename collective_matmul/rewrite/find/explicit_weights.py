@@ -14,8 +14,8 @@ from jax.extend.core import JaxprEqn, Var
 from jax.sharding import NamedSharding, reshard
 
 from collective_matmul.jaxprs.graph import Graph, type_of
-from collective_matmul.rewrite.manual_regions import ManualRegion, commutes, other_axes_stay
-from collective_matmul.rewrite.placements import (
+from collective_matmul.rewrite.find.manual_regions import ManualRegion, commutes, other_axes_stay
+from collective_matmul.rewrite.find.placements import (
     explicit_axes,
     gathered_operand,
     is_local,

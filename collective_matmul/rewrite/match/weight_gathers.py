@@ -13,13 +13,13 @@ from jax.extend.core import Var
 
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of
 from collective_matmul.operands.sharded import WeightShards
-from collective_matmul.rewrite.collective_equations import collective_of, kind_of
-from collective_matmul.rewrite.commuting import ShardOp, commuting_op
-from collective_matmul.rewrite.einsum_matches import EinsumMatch
-from collective_matmul.rewrite.gathers import GatherMatch, view_of, widens
-from collective_matmul.rewrite.matmuls import Matmul
-from collective_matmul.rewrite.report import is_ours
-from collective_matmul.rewrite.sums import SumMatch
+from collective_matmul.rewrite.find.collective_equations import collective_of, kind_of
+from collective_matmul.rewrite.find.commuting import ShardOp, commuting_op
+from collective_matmul.rewrite.find.report import is_ours
+from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
+from collective_matmul.rewrite.match.gathers import GatherMatch, view_of, widens
+from collective_matmul.rewrite.match.matmuls import Matmul
+from collective_matmul.rewrite.match.sums import SumMatch
 
 
 @dataclass(frozen=True)

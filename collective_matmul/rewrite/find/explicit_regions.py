@@ -15,15 +15,15 @@ from jax.extend.core import JaxprEqn, Var
 from collective_matmul.dispatch.recording import record, record_decisions
 from collective_matmul.jaxprs.dependencies import Dependencies, EquationGroup, Scheduled, in_order
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
-from collective_matmul.rewrite.collective_equations import CollectiveKind
-from collective_matmul.rewrite.explicit_sums import summands
-from collective_matmul.rewrite.explicit_weights import (
+from collective_matmul.rewrite.find.collective_equations import CollectiveKind
+from collective_matmul.rewrite.find.explicit_sums import summands
+from collective_matmul.rewrite.find.explicit_weights import (
     ExplicitWeight,
     gathered_once,
     weight_of,
     with_weights,
 )
-from collective_matmul.rewrite.manual_regions import (
+from collective_matmul.rewrite.find.manual_regions import (
     ManualRegion,
     as_shard_map,
     commutes,
@@ -31,7 +31,7 @@ from collective_matmul.rewrite.manual_regions import (
     other_axes_stay,
     sums_cannot_be_compiled,
 )
-from collective_matmul.rewrite.placements import (
+from collective_matmul.rewrite.find.placements import (
     PARTIAL,
     dot_placement,
     explicit_axes,
@@ -42,7 +42,7 @@ from collective_matmul.rewrite.placements import (
     sums,
     why_unclear,
 )
-from collective_matmul.rewrite.report import (
+from collective_matmul.rewrite.find.report import (
     FoundSite,
     described,
     is_ours,

@@ -10,16 +10,16 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.jaxprs.graph import Atom, Graph, Shape, type_of
-from collective_matmul.rewrite.collective_equations import Collective
-from collective_matmul.rewrite.commuting import (
+from collective_matmul.rewrite.find.collective_equations import Collective
+from collective_matmul.rewrite.find.commuting import (
     CommutingOp,
     ShardOp,
     commuting_op,
     divided,
     same_blocks,
 )
-from collective_matmul.rewrite.matmuls import Matmul, matmul_of
-from collective_matmul.rewrite.report import described
+from collective_matmul.rewrite.find.report import described
+from collective_matmul.rewrite.match.matmuls import Matmul, matmul_of
 
 _ADDED = "something is added to its matmul before the sum over devices"
 _NEEDED = "only casts, reshapes and constant factors may stand between x @ w and its sum"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from collective_matmul.jaxprs.bodies import executes_jaxprs
 from collective_matmul.jaxprs.graph import Graph, is_pure, variables
-from collective_matmul.rewrite.collective_equations import kind_of
-from collective_matmul.rewrite.commuting import commuting_op
-from collective_matmul.rewrite.gathers import GatheredDot
+from collective_matmul.rewrite.find.collective_equations import kind_of
+from collective_matmul.rewrite.find.commuting import commuting_op
+from collective_matmul.rewrite.match.gathers import GatheredDot
 
 
 @dataclass(frozen=True)

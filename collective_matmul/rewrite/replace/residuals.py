@@ -17,13 +17,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from collective_matmul.jaxprs.bodies import called, with_jaxprs
 from collective_matmul.jaxprs.graph import Graph, is_pure, type_of, variables
 from collective_matmul.operands.chunked import Chunked
-from collective_matmul.rewrite.gathers import GatheredDot, GatherMatch, dots_of
-from collective_matmul.rewrite.grouped_wgrad import group_wgrads, tie_to_sum
-from collective_matmul.rewrite.inlining import is_plain_call
-from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
-from collective_matmul.rewrite.replacements import ResidualRef, wgrad_replacements
-from collective_matmul.rewrite.site_selection import PlacedMatch, consumed_by
-from collective_matmul.rewrite.splice import TracedSite, instantiate, splice, trace
+from collective_matmul.rewrite.match.gathers import GatheredDot, GatherMatch, dots_of
+from collective_matmul.rewrite.match.grouped_wgrad import group_wgrads, tie_to_sum
+from collective_matmul.rewrite.match.inlining import is_plain_call
+from collective_matmul.rewrite.match.narrowing import narrow_matmuls, narrowed
+from collective_matmul.rewrite.match.site_selection import PlacedMatch, consumed_by
+from collective_matmul.rewrite.replace.replacements import ResidualRef, wgrad_replacements
+from collective_matmul.rewrite.replace.splice import TracedSite, instantiate, splice, trace
 
 #: Parameters of a call with one entry for each argument, or for each result.
 _PER_ARGUMENT = ("in_shardings", "in_layouts", "donated_invars")

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from collective_matmul.jaxprs.bodies import called, with_jaxprs
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of
-from collective_matmul.rewrite.collective_equations import kind_of
+from collective_matmul.rewrite.find.collective_equations import kind_of
 
 #: Names of the primitive in different versions of JAX.
 CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Set
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of
-from collective_matmul.rewrite.manual_regions import ADDITIONS, commutes, other_axes_stay
-from collective_matmul.rewrite.placements import PARTIAL, placement, sums
+from collective_matmul.rewrite.find.manual_regions import ADDITIONS, commutes, other_axes_stay
+from collective_matmul.rewrite.find.placements import PARTIAL, placement, sums
 
 
 def summands(

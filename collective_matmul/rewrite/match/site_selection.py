@@ -11,13 +11,17 @@ from collective_matmul.jaxprs.bodies import jaxprs_of
 from collective_matmul.jaxprs.dependencies import Dependencies, EquationGroup
 from collective_matmul.jaxprs.graph import Atom, Graph, is_pure, variables
 from collective_matmul.jaxprs.walks import all_equations
-from collective_matmul.rewrite.commuting import has_no_gradient
-from collective_matmul.rewrite.einsum_matches import EinsumMatch
-from collective_matmul.rewrite.gathers import GatheredDot, GatherMatch
-from collective_matmul.rewrite.grouped_wgrad import GroupedWgrad, group_immediate, group_wgrads
-from collective_matmul.rewrite.report import is_ours
-from collective_matmul.rewrite.sums import SumMatch
-from collective_matmul.rewrite.weight_gathers import GatheredWeight
+from collective_matmul.rewrite.find.commuting import has_no_gradient
+from collective_matmul.rewrite.find.report import is_ours
+from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
+from collective_matmul.rewrite.match.gathers import GatheredDot, GatherMatch
+from collective_matmul.rewrite.match.grouped_wgrad import (
+    GroupedWgrad,
+    group_immediate,
+    group_wgrads,
+)
+from collective_matmul.rewrite.match.sums import SumMatch
+from collective_matmul.rewrite.match.weight_gathers import GatheredWeight
 
 Match = GatherMatch | SumMatch | EinsumMatch
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from collective_matmul.jaxprs.graph import Atom, Shape, type_of
 from collective_matmul.jaxprs.walks import Holds, all_equations
-from collective_matmul.rewrite.commuting import RESHAPES
+from collective_matmul.rewrite.find.commuting import RESHAPES
 
 PARTIAL = "partial"
 #: Anything else, such as an operand of a product of summands.
