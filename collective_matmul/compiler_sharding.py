@@ -296,7 +296,8 @@ class _Walk:
                 results[body.stacked :] = [each[1:] for each in results[body.stacked :]]
             made = self.run(body.jaxpr, given)
             carried = [(made[result], ins[operand]) for result, operand in body.carried]
-            for one, other in (*zip(made, results, strict=bool(results)), *carried):
+            # The result of a loop's condition is none of the loop's.
+            for one, other in (*zip(made, results, strict=False), *carried):
                 self._join(one, other, equation)
         return None
 

@@ -55,7 +55,7 @@ class Propagation:
         bodies = bodies_of(equation)
         labels = list(operands)
         predicate = labels[0] if equation.primitive.name == "cond" else NOTHING
-        while any(body.carried for body in bodies):
+        while any(body.carried or body.steps is None for body in bodies):
             grown = list(labels)
             for body in bodies:
                 results = self._returned(body.value, body.arguments(labels))

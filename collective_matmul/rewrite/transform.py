@@ -193,18 +193,19 @@ def rewritten_program(program: Any) -> Any:
     return Rewriter(None).rewrite(program)
 
 
+_shows_devices = Holds(
+    lambda equation: (
+        equation.primitive.name == "shard_map" or next(explicit_axes(equation), None) is not None
+    )
+)
+
+
 def shows_communication(program: Any) -> bool:
     """Whether a closed jaxpr shows what devices do.
 
     It has a shard_map or arrays that Explicit axes shard, at any depth, or a shard_map is around.
     """
-    has_one = Holds(
-        lambda equation: (
-            equation.primitive.name == "shard_map"
-            or next(explicit_axes(equation), None) is not None
-        )
-    )
-    return bool(jax.sharding.get_abstract_mesh().manual_axes) or has_one(program.jaxpr)
+    return bool(jax.sharding.get_abstract_mesh().manual_axes) or _shows_devices(program.jaxpr)
 
 
 def _name(fun: Callable) -> str:
