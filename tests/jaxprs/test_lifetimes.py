@@ -21,10 +21,10 @@ def test_what_is_never_read_lives_while_it_is_made() -> None:
 
 
 def test_results_replace_what_is_read_for_the_last_time() -> None:
-    executions = [Execution({2}), Execution({1}, replacing=10)]
-    assert peak(executions, {2: 1, 1: 2}, SIZES)[0] == 100
+    executions = [Execution({2}), Execution({0}), Execution({1}, replacing=10)]
+    assert peak(executions, {2: 2, 1: 3}, SIZES) == (101, {0, 2})
 
 
 def test_a_loop_has_arrays_inside() -> None:
-    executions = [Execution({0}), Execution({1}, inner=500), Execution(set())]
+    executions = [Execution({0}), Execution({1}), Execution(set(), inner=500)]
     assert peak(executions, {0: 2, 1: 2}, SIZES) == (511, {0, 1})

@@ -82,3 +82,12 @@ def test_what_each_step_replaces_is_read_only_where_that_is_asked_for() -> None:
     assert sources(replaced, 1.0, 1.0, ROWS) == ["b"]
     assert sources(replaced, 1.0, 1.0, ROWS, kind=FromTheStart) == ["ab"]
     assert sources(replaced, 1.0, 1.0, ROWS[:0]) == ["ab"]
+
+
+def test_what_a_loop_carries_depends_on_when_it_ends() -> None:
+    program = jax.make_jaxpr(repeated)(1.0, 1.0, 1.0).jaxpr
+    (equation,) = (e for e in program.eqns if e.primitive.name == "while")
+    limit, *carries = (frozenset(letter) for letter in "cab")
+    labels, predicate = Sources().inside(equation, [limit, *carries])
+    assert predicate == set("ac")
+    assert labels == [limit, frozenset("ac"), frozenset("abc")]
