@@ -18,14 +18,13 @@ The names in `__all__` are public, for programs that look into what JAX traced.
 from collective_matmul.jaxprs.bodies import Body, bodies_of, called
 from collective_matmul.jaxprs.lifetimes import Execution, last_reads, peak
 from collective_matmul.jaxprs.propagation import Propagation
-from collective_matmul.jaxprs.walks import Scope, all_equations
+from collective_matmul.jaxprs.walks import Scope
 
 __all__ = [
     "Body",
     "Execution",
     "Propagation",
     "Scope",
-    "all_equations",
     "bodies_of",
     "called",
     "last_reads",
