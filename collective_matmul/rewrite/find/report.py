@@ -27,7 +27,7 @@ from collective_matmul.source_location import SourceLocation, is_library
 
 #: The name scope of a site's replacement, which profiles show.
 NAME = "collective_matmul.overlap"
-_LIBRARY = Path(__file__).parents[1]
+_LIBRARY = Path(__file__).parents[2]
 #: Code that traces the equations of ops: collectives in them are already part of a site.
 _OWN_CODE = tuple(
     str(_LIBRARY / name) for name in ("ops", "mosaic_gpu", "operands", "schedule", "_compat.py")
