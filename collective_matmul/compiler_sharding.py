@@ -15,12 +15,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from collective_matmul._compat import scan_counts
 from collective_matmul.dimension_classes import Axes, DimensionClasses, Dimensions
-from collective_matmul.rewrite.graph import type_of
+from collective_matmul.jaxprs.bodies import CONTROL_FLOW, bodies_of, called, jaxprs_of
+from collective_matmul.jaxprs.graph import type_of
+from collective_matmul.jaxprs.walks import Scope
 
 #: Operations on elements with the same indices; their operands have the shape of the result, apart
 #: from scalars and dimensions of size 1.
@@ -41,11 +42,6 @@ _ALONG = {
     "rev": "dimensions",
 }
 _RESHAPES = {"reshape", "squeeze", "expand_dims"}
-#: Operations that only call a function.
-_CALLS = {
-    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-}
 _REDUCTIONS = "reduce_", "argmax", "argmin"
 
 
@@ -101,26 +97,20 @@ class _Walk:
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Dimensions]) -> list[Dimensions]:
         """The dimensions of a jaxpr's results, from those of its arguments."""
-        known: dict[Var, Dimensions] = dict(zip(jaxpr.invars, operands, strict=True))
+        return Scope(jaxpr, operands, self._new).run(self._equation)
 
-        def of(atom: Any) -> Dimensions:
-            if isinstance(atom, Literal) or atom not in known:
-                return self.classes.new(_shape(atom))
-            return known[atom]
+    def _new(self, atom: Any) -> Dimensions:
+        return self.classes.new(_shape(atom))
 
-        for var in jaxpr.constvars:
-            known[var] = self.classes.new(_shape(var))
-        for equation in jaxpr.eqns:
-            ins = [of(atom) for atom in equation.invars]
-            outs = [self.classes.new(_shape(var)) for var in equation.outvars]
-            for atom, dimensions in zip(
-                (*equation.invars, *equation.outvars), (*ins, *outs), strict=True
-            ):
-                self._arrays.append((equation, dimensions, _shape(atom)))
-                self._shard_as_typed(atom, dimensions, equation)
-            known.update(zip(equation.outvars, outs, strict=True))
-            self._rule(equation)(equation, ins, outs)
-        return [of(atom) for atom in jaxpr.outvars]
+    def _equation(self, equation: JaxprEqn, ins: Sequence[Dimensions]) -> list[Dimensions]:
+        """The dimensions of an equation's results, from those of its operands."""
+        outs = [self._new(var) for var in equation.outvars]
+        atoms = *equation.invars, *equation.outvars
+        for atom, dimensions in zip(atoms, (*ins, *outs), strict=True):
+            self._arrays.append((equation, dimensions, _shape(atom)))
+            self._shard_as_typed(atom, dimensions, equation)
+        self._rule(equation)(equation, ins, outs)
+        return outs
 
     def _shard_as_typed(self, atom: Any, dimensions: Dimensions, equation: JaxprEqn) -> None:
         """Takes the sharding over Explicit axes from the type of an array."""
@@ -281,46 +271,34 @@ class _Walk:
         for result, spec in zip(outs, parameters["out_specs"], strict=True):
             self._shard(result, spec, equation)
         left = self._axis_sizes.keys() - parameters["newly_manual_axes"]
-        if found := _work_on_arrays(parameters["jaxpr"], left):
+        if found := _work_on_arrays(called(equation), left):
             self._inside.append(found)
 
-    def _scan(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
-        """Joins carries of all steps, and slices with the arrays that they are stacked in."""
-        parameters = equation.params
-        consts, carry = scan_counts(parameters)
-        both, stacked = consts + carry, [*ins[consts + carry :], *outs[carry:]]
-        self.classes.keep_whole([each[0] for each in stacked], equation)
-        given = [*ins[:both], *(each[1:] for each in ins[both:])]
-        made = self.run(_opened(parameters["jaxpr"]), given)
-        results = [*outs[:carry], *(each[1:] for each in outs[carry:])]
-        for one, other in zip((*made, *made[:carry]), (*results, *ins[consts:both]), strict=True):
-            self._join(one, other, equation)
-
-    def _while(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
-        parameters = equation.params
-        first = parameters["cond_nconsts"]
-        second = first + parameters["body_nconsts"]
-        self.run(_opened(parameters["cond_jaxpr"]), [*ins[:first], *ins[second:]])
-        made = self.run(_opened(parameters["body_jaxpr"]), ins[first:])
-        for one, other in zip((*made, *made), (*outs, *ins[second:]), strict=True):
-            self._join(one, other, equation)
-
-    def _cond(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
-        for branch in equation.params["branches"]:
-            for one, other in zip(self.run(_opened(branch), ins[1:]), outs, strict=True):
-                self._join(one, other, equation)
-
     def _call(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
-        """A call of a function, such as `jax.jit` or `jax.checkpoint`."""
-        called = list(jaxprs_in_params(equation.params))
-        if len(called) != 1 or equation.primitive.name not in _CALLS:
+        """A call of a function, such as `jax.jit` or `jax.checkpoint`, a loop or a branch.
+
+        Joins what a loop carries in all steps, and slices with the arrays that they are parts of.
+        """
+        bodies = bodies_of(equation)
+        is_known = equation.primitive.name in CONTROL_FLOW
+        if not is_known or any(body.operands is None for body in bodies):
             return self._unknown(equation, ins, outs)
         for arrays, name in ((ins, "in_shardings"), (outs, "out_shardings")):
             for dimensions, sharding in zip(arrays, equation.params.get(name, ()), strict=False):
                 if isinstance(sharding, NamedSharding):
                     self._shard(dimensions, sharding.spec, equation)
-        for one, other in zip(self.run(called[0], ins), outs, strict=True):
-            self._join(one, other, equation)
+        for body in bodies:
+            given, results = body.arguments(ins), [outs[i] for i in body.results]
+            if body.sliced is not None:
+                stacked = [*given[body.sliced :], *results[body.stacked :]]
+                self.classes.keep_whole([each[0] for each in stacked], equation)
+                given[body.sliced :] = [each[1:] for each in given[body.sliced :]]
+                results[body.stacked :] = [each[1:] for each in results[body.stacked :]]
+            made = self.run(body.jaxpr, given)
+            carried = [(made[result], ins[operand]) for result, operand in body.carried]
+            # The result of a loop's condition is none of the loop's.
+            for one, other in (*zip(made, results, strict=False), *carried):
+                self._join(one, other, equation)
         return None
 
     def _unknown(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
@@ -339,18 +317,13 @@ def _work_on_arrays(jaxpr: Jaxpr, left: Set[str]) -> tuple[JaxprEqn, Axes] | Non
         return None
     for equation in jaxpr.eqns:
         manual = equation.params.get("newly_manual_axes", frozenset())
-        inner = list(jaxprs_in_params(equation.params))
+        inner = list(jaxprs_of(equation))
         for each in inner:
             if found := _work_on_arrays(each, left - manual):
                 return found
         if not inner and any(map(_is_array, equation.invars)):
             return equation, tuple(sorted(left))
     return None
-
-
-def _opened(program: Any) -> Jaxpr:
-    """The jaxpr of a closed one."""
-    return getattr(program, "jaxpr", program)
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

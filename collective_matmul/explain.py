@@ -19,8 +19,8 @@ from collective_matmul.graph_functions import check_function
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
 from collective_matmul.peer_decision import NO_SITE, PeerKernelDecision, decide
 from collective_matmul.rewrite import FoundSite, rewritten_program, sites_and_keys, traced_program
-from collective_matmul.rewrite.placements import auto_axes
-from collective_matmul.rewrite.report import collective_key, record_considered
+from collective_matmul.rewrite.find.placements import auto_axes
+from collective_matmul.rewrite.find.report import collective_key, record_considered
 from collective_matmul.rewrite.transform import NOTHING_SHOWN, shows_communication
 
 

@@ -14,16 +14,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.compiler_sharding import communicating_equation
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import PROCESS_COUNTER, RunCounter, totals
 from collective_matmul.hardware import assumed_rates
+from collective_matmul.jaxprs.walks import all_equations
 from collective_matmul.log import warn_once
-from collective_matmul.rewrite.collective_equations import collective_seconds, is_collective_kernel
-from collective_matmul.rewrite.report import described
+from collective_matmul.rewrite.find.collective_equations import (
+    collective_seconds,
+    is_collective_kernel,
+)
+from collective_matmul.rewrite.find.report import described
 
 #: The gain must be this many times the cost. Predicted times err by 15 %, and sites where these
 #: kernels win gain about half of their time: the true gain may be two thirds of the predicted one.
@@ -147,11 +151,9 @@ def _overlapped_seconds(decision: Decision) -> float:
 
 def _axis_sizes(jaxpr: Jaxpr) -> Iterable[tuple[str, int]]:
     """Names and sizes of the axes of all meshes in a program."""
-    for equation in jaxpr.eqns:
+    for equation in all_equations(jaxpr):
         if equation.primitive.name == "shard_map":
             yield from equation.params["mesh"].shape.items()
-        for inner in jaxprs_in_params(equation.params):
-            yield from _axis_sizes(inner)
 
 
 def _work_of_the_compiler(program: Jaxpr, axis_sizes: Mapping[str, int]) -> str | None:

@@ -7,13 +7,13 @@ what depends on weights alone is computed again.
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from collective_matmul.jaxprs import Propagation, Scope, called
 
 _CALLS = ("jit", "pjit")
 
@@ -80,75 +80,41 @@ def dependents(jaxpr: Jaxpr, sources: Iterable[Var]) -> set[Var]:
     Looks into functions that are jitted and into scans. What goes through a barrier depends on what
     it was. Of other equations, all results depend on all operands.
     """
-    found = set(sources)
-    for equation in jaxpr.eqns:
-        is_dependent = [isinstance(v, Var) and v in found for v in equation.invars]
-        if equation.primitive.name in _CALLS:
-            inner = equation.params["jaxpr"].jaxpr
-            within = dependents(inner, itertools.compress(inner.invars, is_dependent))
-            pairs = zip(equation.outvars, inner.outvars, strict=True)
-            found.update(v for v, own in pairs if isinstance(own, Var) and own in within)
-        elif equation.primitive.name == "scan":
-            found.update(itertools.compress(equation.outvars, _scanned(equation, is_dependent)))
-        elif equation.primitive.name == "optimization_barrier":
-            found.update(itertools.compress(equation.outvars, is_dependent))
-        elif any(is_dependent):
-            found.update(equation.outvars)
-    return found
+    labels = _Dependents().variables(jaxpr, dict.fromkeys(sources, frozenset({True})))
+    return {variable for variable, marks in labels.items() if marks}
 
 
-def _scanned(equation: Any, is_dependent: Sequence[bool]) -> list[bool]:
-    """Whether each result of a scan depends on operands that are marked."""
-    body = equation.params["jaxpr"].jaxpr
-    constants, carry = scan_sizes(equation)
-    carried = slice(constants, constants + carry)
-    marked = list(is_dependent)
-    while True:
-        found = dependents(body, itertools.compress(body.invars, marked))
-        results = [isinstance(v, Var) and v in found for v in body.outvars]
-        before = marked[carried]
-        marked[carried] = map(operator.or_, before, results[: len(before)])
-        if marked[carried] == before:
-            return [*before, *results[len(before) :]]
+class _Dependents(Propagation):
+    """Marks what depends on marked values. What a scan starts with is read by it."""
 
+    entered = frozenset({*_CALLS, "scan"})
+    reads_initial = True
 
-def scan_sizes(equation: Any) -> tuple[int, int]:
-    """The numbers of constants and of carried values of a scan: operands that have no dimension
-    more than in the body, and such results."""
-    body = equation.params["jaxpr"].jaxpr
-
-    def whole(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-        pairs = zip(outside, inside, strict=True)
-        return sum(len(v.aval.shape) == len(own.aval.shape) for v, own in pairs)
-
-    carry = whole(equation.outvars, body.outvars)
-    return whole(equation.invars, body.invars) - carry, carry
+    def of_equation(self, equation: JaxprEqn, operands: Sequence[frozenset]) -> Sequence[frozenset]:
+        if equation.primitive.name == "optimization_barrier":
+            return operands
+        return super().of_equation(equation, operands)
 
 
 def _without_calls(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     """A function that evaluates a jaxpr, and those of functions that are jitted inside, one by one:
     a call may return both what depends on weights alone and what does not."""
+    jaxpr = closed.jaxpr
+
+    def execute(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        if equation.primitive.name in _CALLS:
+            return _without_calls(called(equation))(*operands)
+        pairs = zip(equation.invars, operands, strict=True)
+        read = {v: value for v, value in pairs if isinstance(v, Var)}
+        alone = jaxpr.replace(
+            constvars=[], invars=[*read], outvars=equation.outvars, eqns=[equation]
+        )
+        return jaxpr_as_fun(ClosedJaxpr(alone, []))(*read.values())
 
     def evaluate(*arguments: Any) -> list[Any]:
-        jaxpr = closed.jaxpr
-        inputs = zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True)
-        values = dict(inputs)
-
-        def value(v: Var | Literal) -> Any:
-            return v.val if isinstance(v, Literal) else values[v]
-
-        for equation in jaxpr.eqns:
-            if equation.primitive.name in _CALLS:
-                called = _without_calls(equation.params["jaxpr"])
-                results = called(*map(value, equation.invars))
-            else:
-                read = list({v: None for v in equation.invars if isinstance(v, Var)})
-                alone = jaxpr.replace(
-                    constvars=[], invars=read, outvars=equation.outvars, eqns=[equation]
-                )
-                results = jaxpr_as_fun(ClosedJaxpr(alone, []))(*map(value, read))
-            values.update(zip(equation.outvars, results, strict=True))
-        return [value(v) for v in jaxpr.outvars]
+        constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        scope = Scope(jaxpr, arguments, lambda v: v.val if isinstance(v, Literal) else constants[v])
+        return scope.run(execute)
 
     return evaluate
 

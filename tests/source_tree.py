@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _COMPARING_METHODS = ("startswith", "endswith", "removeprefix", "get", "pop")
+#: Parameters of JAX's calls, loops and branches that hold jaxprs.
+_JAXPR_PARAMETERS = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr", "branches")
 _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -125,6 +127,19 @@ class Module:
                     continue
             for part in parts:
                 yield from self._strings(part)
+
+    def nested_jaxprs(self) -> Iterator[Place]:
+        """Uses of the jaxprs in the parameters of an equation."""
+        for node in self.nodes:
+            match node:
+                case ast.alias(name="jaxprs_in_params" as name, lineno=line):
+                    yield Place(self.path, line, name)
+                case ast.Attribute(attr="jaxprs_in_params" as name, lineno=line):
+                    yield Place(self.path, line, name)
+                case ast.Constant(value=str(name), lineno=line) if name in _JAXPR_PARAMETERS:
+                    yield Place(self.path, line, name)
+                case ast.Attribute(attr="values", value=ast.Attribute(attr="params"), lineno=line):
+                    yield Place(self.path, line, ast.unparse(node))
 
     def annotations(self) -> Iterator[tuple[Place, ast.expr]]:
         """Names with their annotations; a return annotation counts for the function's name."""

@@ -36,6 +36,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "transport",
         "xla_options",
     ),
+    "jaxprs": ("jaxprs",),
     "mosaic_gpu": ("mosaic_gpu",),
     "operands": ("operands",),
     "schedule": ("schedule",),
@@ -55,13 +56,18 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tuning",
     ),
 }
+#: The folders of rewrite/, in the order in which a program goes through them.
+REWRITE_STEPS = ("find", "match", "replace")
 ROOM_ORDER = (*ROOMS, "public", "models", "train", "benchmarks")
-PUBLIC_MODULES = {LIBRARY, f"{LIBRARY}.layers"}
+PUBLIC_MODULES = {LIBRARY, f"{LIBRARY}.jaxprs", f"{LIBRARY}.layers"}
 #: The one benchmark module that imports private names; the other modules import them from it.
 BENCHMARKED_INTERNALS = "benchmarks/internals.py"
 
 #: The files that may import private parts of JAX, one for each of two programs.
 PRIVATE_JAX = ("collective_matmul/_compat.py", "train/_compat.py")
+
+#: The folder that knows which parameters of equations hold jaxprs.
+JAXPR_WALKER = "collective_matmul/jaxprs/"
 
 #: Where the name of a backend may be compared, besides the registry.
 _RINGS = (
@@ -154,6 +160,18 @@ def room(name: str) -> str:
     return next(inside, "") if rest else "public"
 
 
+def steps_back(tree: SourceTree) -> Findings:
+    """Modules of the rewrite that import from a later step, or from what calls the steps."""
+    for module in tree.below(LIBRARY):
+        step = module.name.removeprefix(f"{LIBRARY}.rewrite.").partition(".")[0]
+        if step in REWRITE_STEPS:
+            allowed = REWRITE_STEPS[: REWRITE_STEPS.index(step) + 1]
+            for place in module.imports(tree.names):
+                other = place.text.removeprefix(f"{LIBRARY}.rewrite.")
+                if other != place.text and other.partition(".")[0] not in allowed:
+                    yield Finding(place, f"is imported by {step}")
+
+
 def import_cycles(tree: SourceTree) -> Findings:
     """Modules that import each other, directly or through others."""
     modules = {module.name: module for module in tree.modules}
@@ -190,6 +208,13 @@ def private_jax(tree: SourceTree) -> Findings:
     for module in tree.modules:
         if module.path not in PRIVATE_JAX:
             yield from (Finding(place, "is private JAX") for place in module.private_jax())
+
+
+def walks_over_nested_jaxprs(tree: SourceTree) -> Findings:
+    """Modules that look into equations for jaxprs by themselves: only one folder does."""
+    for module in tree.below(*PROGRAMS):
+        if not module.path.startswith(JAXPR_WALKER):
+            yield from (Finding(p, "is what jaxprs/ looks at") for p in module.nested_jaxprs())
 
 
 def compared_backend_names(tree: SourceTree) -> Findings:
@@ -308,9 +333,11 @@ CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
         upward_imports,
+        steps_back,
         import_cycles,
         private_imports,
         private_jax,
+        walks_over_nested_jaxprs,
         compared_backend_names,
         untyped_backends,
         long_files,
@@ -363,7 +390,14 @@ PLANTED = {
     "collective_matmul/ops/matmul/backend.py": "def backend(site: Any) -> dict[str, Any]: ...",
     "collective_matmul/dispatch/selection.py": 'if name in ("xla", "ring"): pass',
     "collective_matmul/layers/values.py": f"class PeerTwins:\n    '''Of peers.'''\n{_LONG}",
+    "collective_matmul/rewrite/match/casts.py": "from collective_matmul.rewrite.replace import cut",
+    "collective_matmul/rewrite/replace/cut.py": "",
     "train/loop.py": "from collective_matmul import gather, ops",
+    "models/loops.py": """
+from jax.extend.core import jaxprs_in_params
+equation.params["branches"], getattr(closed, "jaxpr", closed), equation.params.values()
+""",
+    "collective_matmul/jaxprs/bodies.py": 'equation.params["cond_jaxpr"]',
     "tests/test_report.py": f'open("{DATED}")',
     "docs/strips.md": "",
 }
@@ -373,9 +407,16 @@ PLANTED = {
     ("check", "expected"),
     {
         "upward_imports": {"collective_matmul.ops"},
+        "steps_back": {"collective_matmul.rewrite.replace.cut"},
         "import_cycles": {"collective_matmul.operands.values"},
         "private_imports": {"collective_matmul.ops"},
         "private_jax": {"jax._src"},
+        "walks_over_nested_jaxprs": {
+            "jaxprs_in_params",
+            "branches",
+            "jaxpr",
+            "equation.params.values",
+        },
         "compared_backend_names": {"xla", "ring"},
         "untyped_backends": {"site"},
         "long_files": {"collective_matmul.layers.values"},

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from models.split_pullback import scan_sizes
+from collective_matmul.jaxprs import Execution, Scope, bodies_of, last_reads, peak
 
 #: Operations that XLA computes where their results are read.
 _FUSED = frozenset({
@@ -34,12 +34,11 @@ _SAME = frozenset({
     "copy", "copy_p", "expand_dims", "name", "optimization_barrier", "pcast", "pvary", "reshape",
     "squeeze", "stop_gradient",
 })  # fmt: skip
-#: Calls of a function, by the name of its parameter.
-_CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-    "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_vjp_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr", "custom_vmap_call": "call", "shard_map": "jaxpr",
-}  # fmt: skip
+#: Calls of a function.
+_CALLS = frozenset({
+    "jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_vjp_call",
+    "custom_jvp_call", "custom_vmap_call", "shard_map",
+})  # fmt: skip
 #: Operations that fuse what they read, and whose results are stored.
 _READS_FUSED = frozenset({
     "argmax", "argmin", "cumsum", "gather", "reduce", "reduce_and", "reduce_max", "reduce_min",
@@ -147,31 +146,33 @@ class _Flattening:
         self, jaxpr: Jaxpr, arguments: Sequence[int | None], axes: Mapping[str, int]
     ) -> list[int | None]:
         """The results of a jaxpr; literals have no number."""
-        values = dict(zip(jaxpr.invars, arguments, strict=True))
-        values.update((v, self.new(v)) for v in jaxpr.constvars)
 
-        def number(v: Var | Literal) -> int | None:
-            return None if isinstance(v, Literal) else values[v]
+        def execute(equation: JaxprEqn, operands: Sequence[int | None]) -> Sequence[int | None]:
+            return self._execute(equation, operands, axes)
 
-        for equation in jaxpr.eqns:
-            operands = [number(v) for v in equation.invars]
-            own = tuple(v for v in _read_by(equation, operands) if v is not None)
-            name = equation.primitive.name
-            if _is_barrier(equation):
-                self.operations.append(Operation("optimization_barrier", own, ()))
-            if name in _CALLS:
-                called = equation.params[_CALLS[name]]
-                called = getattr(called, "jaxpr", called)
-                inner = dict(equation.params["mesh"].shape) if name == "shard_map" else axes
-                results = self.walk(called, operands, inner)
-            elif name in _SAME or _adds_dimensions(equation) or _is_alone(equation, axes):
-                results = operands[: len(equation.outvars)]
-            else:
-                results = [self.new(v) for v in equation.outvars]
-                inner, replacing = _inner(equation), _replacing(equation)
-                self.operations.append(Operation(name, own, tuple(results), inner, replacing))
-            values.update(zip(equation.outvars, results, strict=True))
-        return [number(v) for v in jaxpr.outvars]
+        def outside(v: Var | Literal) -> int | None:
+            return None if isinstance(v, Literal) else self.new(v)
+
+        return Scope(jaxpr, arguments, outside).run(execute)
+
+    def _execute(
+        self, equation: JaxprEqn, operands: Sequence[int | None], axes: Mapping[str, int]
+    ) -> Sequence[int | None]:
+        """The results of an equation."""
+        own = tuple(v for v in _read_by(equation, operands) if v is not None)
+        name = equation.primitive.name
+        if _is_barrier(equation):
+            self.operations.append(Operation("optimization_barrier", own, ()))
+        if name in _CALLS:
+            (body,) = bodies_of(equation)
+            inner = dict(equation.params["mesh"].shape) if name == "shard_map" else axes
+            return self.walk(body.jaxpr, operands, inner)
+        if name in _SAME or _adds_dimensions(equation) or _is_alone(equation, axes):
+            return operands[: len(equation.outvars)]
+        results = [self.new(v) for v in equation.outvars]
+        inner, replacing = _inner(equation), _replacing(equation)
+        self.operations.append(Operation(name, own, tuple(results), inner, replacing))
+        return results
 
 
 def _read_by(equation: Any, operands: Sequence[int | None]) -> Sequence[int | None]:
@@ -180,7 +181,8 @@ def _read_by(equation: Any, operands: Sequence[int | None]) -> Sequence[int | No
         return ()
     if equation.primitive.name != "scan":
         return operands
-    body = flatten(equation.params["jaxpr"].jaxpr)
+    (loop,) = bodies_of(equation)
+    body = flatten(loop.jaxpr)
     stored = _stored(body)
     sources = _sources(body, stored)
     read = {v for result in body.results for v in sources(result)}
@@ -214,54 +216,34 @@ def _is_alone(equation: Any, axes: Mapping[str, int]) -> bool:
 def _replacing(equation: Any) -> int:
     """The bytes of results that may replace operands. Of a scan, what it carries."""
     if equation.primitive.name == "scan":
-        return sum(_bytes(v.aval) for v in equation.outvars[: scan_sizes(equation)[1]])
+        (body,) = bodies_of(equation)
+        return sum(_bytes(v.aval) for v in equation.outvars[: body.stacked])
     in_place = equation.primitive.name in _IN_PLACE
     return sum(_bytes(v.aval) for v in equation.outvars) if in_place else 0
 
 
 def _inner(equation: Any) -> int:
     """The most bytes inside a loop or a branch."""
-    params, name = equation.params, equation.primitive.name
-    if name == "scan":
-        body = flatten(params["jaxpr"].jaxpr, sliced=sum(scan_sizes(equation)))
-        return _peak(body)[0]
-    bodies = (
-        [params["body_jaxpr"]] if name == "while" else params["branches"] if name == "cond" else []
-    )
-    return max((_peak(flatten(body.jaxpr))[0] for body in bodies), default=0)
+    if equation.primitive.name not in ("scan", "while", "cond"):
+        return 0
+    bodies = (body for body in bodies_of(equation) if body.results)
+    return max((_peak(flatten(body.jaxpr, sliced=body.sliced))[0] for body in bodies), default=0)
 
 
 def _peak(program: Program) -> tuple[int, set[int]]:
     """The most bytes at one time, and the values that are stored then."""
     stored = _stored(program)
-    last_read = _last_reads(program, stored)
-    dying: dict[int, set[int]] = {}
-    for value, place in last_read.items():
-        dying.setdefault(place, set()).add(value)
-    sizes, live = program.sizes, set[int]()
-    now = most = 0
-    at_most = set[int]()
-    for place, operation in enumerate(program.operations):
-        made = {v for v in operation.results if v in stored} - program.uncounted
-        freed = dying.get(place, set())
-        now += sum(sizes[v] for v in made)
-        live |= made
-        bytes_of = [sum(sizes[v] for v in group) for group in (made, freed)]
-        replaced = min(operation.replacing, *bytes_of)
-        if now + operation.inner - replaced > most:
-            most, at_most = now + operation.inner - replaced, set(live)
-        gone = freed | {v for v in made if v not in last_read}
-        now -= sum(sizes[v] for v in gone)
-        live -= gone
-    return most, at_most
-
-
-def _last_reads(program: Program, stored: Set[int]) -> dict[int, int]:
-    """The place of the last operation that reads a value, itself or by what is fused with it."""
-    last: dict[int, int] = {}
-    for place, read in _reads(program, stored, _sources(program, stored)):
-        last.update((v, place) for v in read if v not in program.uncounted)
-    return last
+    executions = [
+        Execution(
+            {v for v in operation.results if v in stored} - program.uncounted,
+            operation.inner,
+            operation.replacing,
+        )
+        for operation in program.operations
+    ]
+    reads = _reads(program, stored, _sources(program, stored))
+    counted = ((place, read - program.uncounted) for place, read in reads)
+    return peak(executions, last_reads(counted), program.sizes)
 
 
 def _reads(

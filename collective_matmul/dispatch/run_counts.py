@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.dispatch.contract import Backend
 from collective_matmul.dispatch.recording import Decision
+from collective_matmul.jaxprs.bodies import bodies_of
 from collective_matmul.peer_access import peer_kernels_undecided
 
 _SCOPE = "collective_matmul.decision"
@@ -112,10 +113,10 @@ def totals(
         counts: Counter = Counter()
         found: set[tuple[str, str]] = set()
         for equation in jaxpr.eqns:
-            inner = list(jaxprs_in_params(equation.params))
+            bodies = bodies_of(equation)
             # What only prepares an operand may stay where a backward pass computes it again.
             own = {} if around else of_equation(equation)
-            executes = inner or equation.effects or equation.primitive.name in _PRODUCTS
+            executes = bodies or equation.effects or equation.primitive.name in _PRODUCTS
             if not (own or executes):
                 continue
             numbers = frozenset(_NUMBERS.findall(str(equation.source_info.name_stack)))
@@ -123,12 +124,11 @@ def totals(
                 found |= numbers - around
             if not numbers:
                 counts.update(own)
-            name, parameters = equation.primitive.name, equation.params
-            parts = [count(each, around | numbers) for each in inner]
-            steps = parameters["length"] if name == "scan" else 1
-            run = of_branches(parts) if name == "cond" else sum(parts, Counter())
+            parts = [count(body.jaxpr, around | numbers) for body in bodies]
+            run = of_branches(parts) if equation.primitive.name == "cond" else sum(parts, Counter())
+            steps = bodies[0].steps if bodies else None
             for key, number in run.items():
-                counts[key] += steps * number
+                counts[key] += number if steps is None else steps * number
         for number, _ in found:
             counts.update(of_op(int(number)))
         return counts

@@ -1,6 +1,11 @@
-"""Overlap gathers and sums over devices with their matmuls, in any JAX program."""
+"""Overlap gathers and sums over devices with their matmuls, in any JAX program.
 
-from collective_matmul.rewrite.report import FoundSite
+A program goes through three folders: `find` describes what communicates, `match` finds its matmuls,
+and `replace` puts ops in place of both. `rewriter` takes each jaxpr of the program through them.
+`transform` is what users call.
+"""
+
+from collective_matmul.rewrite.find.report import FoundSite
 from collective_matmul.rewrite.transform import (
     find_sites,
     overlap,

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.jaxprs.bodies import (
+    CONTROL_FLOW,
+    bodies_of,
+    called,
+    executes_jaxprs,
+    jaxprs_of,
+    opened,
+    with_jaxprs,
+)
+from collective_matmul.jaxprs.graph import Graph
+from collective_matmul.jaxprs.walks import all_equations
 from collective_matmul.ops.matmul.checks import RecipeName
-from collective_matmul.rewrite.attention_blocks import AttentionBlocks
-from collective_matmul.rewrite.collective_equations import (
+from collective_matmul.rewrite.find.attention_blocks import AttentionBlocks
+from collective_matmul.rewrite.find.collective_equations import (
     collective_of,
-    collectives_in,
     holds_collectives,
     kind_of,
 )
-from collective_matmul.rewrite.divergence import (
-    CALLS,
+from collective_matmul.rewrite.find.divergence import (
     EVERYWHERE,
     Axes,
     Divergence,
@@ -26,22 +36,10 @@ from collective_matmul.rewrite.divergence import (
     Values,
     axes_of_spec,
 )
-from collective_matmul.rewrite.einsum_matches import match_einsum
-from collective_matmul.rewrite.expert_blocks import ExpertBlocks
-from collective_matmul.rewrite.explicit_regions import with_regions
-from collective_matmul.rewrite.gathers import match_gather
-from collective_matmul.rewrite.graph import Graph, executes_jaxprs
-from collective_matmul.rewrite.inlining import has_matmul_beside, inlined
-from collective_matmul.rewrite.narrowing import narrow_matmuls, narrowed
-from collective_matmul.rewrite.placements import misplaced_by_xla, shows_sharding
-from collective_matmul.rewrite.preference import (
-    gathered_weights,
-    priority,
-    shared_out,
-    stays_itself,
-    with_weights,
-)
-from collective_matmul.rewrite.report import (
+from collective_matmul.rewrite.find.expert_blocks import ExpertBlocks
+from collective_matmul.rewrite.find.explicit_regions import with_regions
+from collective_matmul.rewrite.find.placements import misplaced_by_xla, shows_sharding
+from collective_matmul.rewrite.find.report import (
     FoundSite,
     described,
     is_named,
@@ -51,18 +49,29 @@ from collective_matmul.rewrite.report import (
     replaced_by,
     weight_of_site,
 )
-from collective_matmul.rewrite.residuals import ChunkedResidual, ResidualForwarding, residuals_of
-from collective_matmul.rewrite.rules import rewritten_rules
+from collective_matmul.rewrite.match.einsum_matches import match_einsum
+from collective_matmul.rewrite.match.gathers import match_gather
+from collective_matmul.rewrite.match.inlining import has_matmul_beside, inlined
+from collective_matmul.rewrite.match.narrowing import narrow_matmuls, narrowed
+from collective_matmul.rewrite.match.sinking import CHECKPOINTS, sinkable, sunk
+from collective_matmul.rewrite.match.site_selection import Match, PlacedMatch, SiteSelection
+from collective_matmul.rewrite.match.sums import match_sum
+from collective_matmul.rewrite.replace.preference import (
+    gathered_weights,
+    priority,
+    shared_out,
+    stays_itself,
+    with_weights,
+)
+from collective_matmul.rewrite.replace.residuals import (
+    ChunkedResidual,
+    ResidualForwarding,
+    residuals_of,
+)
+from collective_matmul.rewrite.replace.rules import rewritten_rules
+from collective_matmul.rewrite.replace.site_tracing import SiteTracer
+from collective_matmul.rewrite.replace.splice import TracedSite, inside_shard_map, splice
 from collective_matmul.rewrite.scoped_recipes import ScopedRecipes
-from collective_matmul.rewrite.sinking import CHECKPOINTS, sinkable, sunk
-from collective_matmul.rewrite.site_selection import Match, PlacedMatch, SiteSelection
-from collective_matmul.rewrite.site_tracing import SiteTracer
-from collective_matmul.rewrite.splice import TracedSite, inside_shard_map, splice
-from collective_matmul.rewrite.sums import match_sum
-
-#: Calls, loops and branches. Each executes jaxprs that are among its parameters, and depends on
-#: nothing but what these read and return.
-_ENTERED = CALLS | {"scan", "while", "cond"}
 
 
 class Rewriter:
@@ -116,7 +125,7 @@ class Rewriter:
         if not self._inlines:  # Sites of a trial count for each call.
             key = (*key, len(self._done))
         if key not in self._done:
-            inner = getattr(jaxpr, "jaxpr", jaxpr)
+            inner = opened(jaxpr)
             new, residuals = inner, []
             if holds_collectives(inner) or self._shows_sharding(inner):
                 new, residuals = self._rewrite_jaxpr(inner, region)
@@ -167,7 +176,7 @@ class Rewriter:
             self._keeps = not any(map(misplaced_by_xla, equation.outvars))
             new = self._rewrite_shard_map(equation, values)
             self._keeps = True
-            self._regions.add(id(new.params["jaxpr"]))
+            self._regions.add(id(called(new)))
             return new, self.found
 
         result, found = with_regions(graph, rewrite)
@@ -213,8 +222,7 @@ class Rewriter:
         graph, _ = narrowed(graph, narrow_matmuls(graph))
         for index, equation in enumerate(graph.equations):
             if equation.primitive.name in CHECKPOINTS | {"jit", "pjit"}:
-                inner = equation.params["jaxpr"]
-                inner = getattr(inner, "jaxpr", inner)
+                inner = opened(called(equation))
                 number += self._matches_in(Graph(inner)) if holds_collectives(inner) else 0
             elif kind_of(equation) is not None and not is_ours(equation):
                 number += not isinstance(self._match(graph, index), str)
@@ -231,8 +239,8 @@ class Rewriter:
                 calls.append(index)
                 equation = forwarding.with_chunk_arguments(index, equation)
                 equation = self._rewrite_equation(equation, values)
-                inner = id(equation.params.get("jaxpr"))
-                forwarding.offer(index, equation, self._residuals.get(inner, ()))
+                inside = (self._residuals.get(id(body.value), ()) for body in bodies_of(equation))
+                forwarding.offer(index, equation, [*itertools.chain(*inside)])
             equations.append(equation)
         for index in calls:
             equations[index] = forwarding.with_chunk_results(index, equations[index])
@@ -252,34 +260,25 @@ class Rewriter:
     def _rewrite_within(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         name = equation.primitive.name
         if name == "shard_map":
-            if id(equation.params["jaxpr"]) in self._regions:
+            if id(called(equation)) in self._regions:
                 return equation
             return self._rewrite_shard_map(equation, values)
-        if name in _ENTERED and not is_named(equation):
+        if name in CONTROL_FLOW and not is_named(equation):
             return self._rewrite_jaxprs(equation, values)
         if self._axis_sizes:
             reason = f"it is inside {described(equation)}, which overlap does not rewrite"
-            inside = collectives_in(jaxprs_in_params(equation.params))
-            unseen = [inner for inner in inside if not is_ours(equation)]
-            self.found += [left_alone(inner, reason) for inner in unseen]
+            inside = () if is_ours(equation) else all_equations(*jaxprs_of(equation))
+            self.found += [left_alone(inner, reason) for inner in inside if kind_of(inner)]
         return equation
 
     def _rewrite_jaxprs(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
-        changed: dict[str, Any] = {}
-        for name, regions in self._divergence.inside(equation, values).items():
-            value = equation.params[name]
-            if isinstance(value, tuple):
-                new = tuple(map(self.rewrite, value, regions))
-                new = value if all(a is b for a, b in zip(new, value, strict=True)) else new
-            else:
-                new = self.rewrite(value, *regions)
-            if new is not value:
-                changed[name] = new
-        if equation.primitive.name == "custom_vjp_call":
-            changed |= rewritten_rules(equation, self._deferred_rewrite(values.divergent))
-        if not changed:
+        regions = self._divergence.regions_in(equation, values)
+        jaxprs = [body.value for body in bodies_of(equation)]
+        equation = with_jaxprs(equation, [*map(self.rewrite, jaxprs, regions)])
+        if equation.primitive.name != "custom_vjp_call":
             return equation
-        return equation.replace(params={**equation.params, **changed})
+        rules = rewritten_rules(equation, self._deferred_rewrite(values.divergent))
+        return equation.replace(params={**equation.params, **rules})
 
     def _deferred_rewrite(self, divergent: Axes) -> Callable[[Any], Any]:
         """A function that rewrites a jaxpr in this place, whenever it is traced."""
@@ -300,14 +299,12 @@ class Rewriter:
         self._divergence = Divergence(self._axis_sizes)
         sharded = map(axes_of_spec, parameters["in_specs"])
         arguments = [a | b for a, b in zip(values.of(equation), sharded, strict=True)]
-        region = self._divergence.region(parameters["jaxpr"], values.divergent, arguments)
+        region = self._divergence.region(called(equation), values.divergent, arguments)
         try:
-            new = inside_shard_map(parameters, lambda: self.rewrite(parameters["jaxpr"], region))
+            new = inside_shard_map(parameters, lambda: self.rewrite(called(equation), region))
         finally:
             self._axis_sizes, self._shard_maps, self._divergence = outside
-        if new is parameters["jaxpr"]:
-            return equation
-        return equation.replace(params={**parameters, "jaxpr": new})
+        return with_jaxprs(equation, [new])
 
     def _select_sites(self, graph: Graph, divergent: Axes) -> list[TracedSite]:
         """Selects and traces the sites of a jaxpr inside shard_map. Reports every collective."""

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 
+from collective_matmul.jaxprs.bodies import opened
+from collective_matmul.jaxprs.walks import all_equations
 from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import RecipeName
 
@@ -94,10 +96,8 @@ def _called(equation: JaxprEqn) -> list[str]:
 
 
 def _all_names(jaxpr: Any) -> Iterator[str]:
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in all_equations(opened(jaxpr)):
         yield from _names(equation)
         yield from _called(equation)
         if equation.primitive.name.startswith("custom_vjp"):
             yield _UNKNOWN
-        for inner in jaxprs_in_params(equation.params):
-            yield from _all_names(inner)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Jaxpr, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from collective_matmul.graph_functions import (
@@ -18,11 +18,12 @@ from collective_matmul.graph_functions import (
     check_function,
     pure_function,
 )
+from collective_matmul.jaxprs.walks import Holds
 from collective_matmul.log import warn_once
 from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import Implementation
-from collective_matmul.rewrite.placements import explicit_axes
-from collective_matmul.rewrite.report import FoundSite, consider, table
+from collective_matmul.rewrite.find.placements import explicit_axes
+from collective_matmul.rewrite.find.report import FoundSite, consider, table
 from collective_matmul.rewrite.rewriter import Rewriter
 from collective_matmul.rewrite.scoped_recipes import Fp8, scoped_recipes
 
@@ -192,21 +193,19 @@ def rewritten_program(program: Any) -> Any:
     return Rewriter(None).rewrite(program)
 
 
+_shows_devices = Holds(
+    lambda equation: (
+        equation.primitive.name == "shard_map" or next(explicit_axes(equation), None) is not None
+    )
+)
+
+
 def shows_communication(program: Any) -> bool:
     """Whether a closed jaxpr shows what devices do.
 
     It has a shard_map or arrays that Explicit axes shard, at any depth, or a shard_map is around.
     """
-
-    def has_one(jaxpr: Jaxpr) -> bool:
-        return any(
-            equation.primitive.name == "shard_map"
-            or next(explicit_axes(equation), None) is not None
-            or any(map(has_one, jaxprs_in_params(equation.params)))
-            for equation in jaxpr.eqns
-        )
-
-    return bool(jax.sharding.get_abstract_mesh().manual_axes) or has_one(program.jaxpr)
+    return bool(jax.sharding.get_abstract_mesh().manual_axes) or _shows_devices(program.jaxpr)
 
 
 def _name(fun: Callable) -> str:

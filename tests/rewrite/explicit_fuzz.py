@@ -20,8 +20,8 @@ import numpy as np
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
 
+from collective_matmul.jaxprs.graph import type_of
 from collective_matmul.rewrite import find_sites, overlap
-from collective_matmul.rewrite.graph import type_of
 from tests.rewrite.explicit_grammar import ExplicitCase, drawn, structs_of
 from tests.rewrite.fuzz import TOLERANCE, UNIT, WORSE, Search, _error, main, mismatch
 from tests.rewrite.programs import gradients_of

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from collective_matmul.rewrite.graph import type_of
+from collective_matmul.jaxprs.graph import type_of
 
 Stacks = Sequence[np.ndarray]
 Operation = Callable[..., Any]

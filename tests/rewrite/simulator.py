@@ -24,7 +24,7 @@ import pytest
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from collective_matmul.rewrite.graph import type_of
+from collective_matmul.jaxprs.graph import type_of
 from tests.rewrite import numpy_operations
 from tests.rewrite.numpy_operations import Stacks, stored
 

@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import _compat
-from collective_matmul.rewrite import explicit_regions, manual_regions, placements, weight_gathers
+from collective_matmul.rewrite.find import explicit_regions, manual_regions, placements
+from collective_matmul.rewrite.match import weight_gathers
 from tests.rewrite.explicit_fuzz import search
 
 #: Numbers of draws: in each test, in the short search and in the long one.
@@ -58,11 +59,11 @@ def gather_over_another_axis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lose_a_reshard(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a later reshard would sum stays a summand of each device."""
-    monkeypatch.setattr(manual_regions._Body, "_sum", lambda self, var, array: array)
+    monkeypatch.setattr(manual_regions._LocalRegion, "_sum", lambda self, var, array: array)
 
 
 def lose_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = manual_regions._Body._sum
+    original = manual_regions._LocalRegion._sum
 
     def wrong(self: Any, var: Any, array: jax.Array) -> jax.Array:
         dimension = placements.placement(var, self._region.summed)
@@ -70,7 +71,7 @@ def lose_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
             return array
         return original(self, var, array)
 
-    monkeypatch.setattr(manual_regions._Body, "_sum", wrong)
+    monkeypatch.setattr(manual_regions._LocalRegion, "_sum", wrong)
 
 
 def take_a_part_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

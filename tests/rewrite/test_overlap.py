@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 import collective_matmul
 from collective_matmul import all_gather_matmul, explain, overlap, overlap_jit
 from collective_matmul.log import warn_once
-from collective_matmul.rewrite import find_sites, site_tracing
+from collective_matmul.rewrite import find_sites
+from collective_matmul.rewrite.replace import site_tracing
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 from tests.rewrite.blocks import mlp, programs

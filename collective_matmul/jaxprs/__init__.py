@@ -1,0 +1,32 @@
+"""Walks over jaxprs: the one place that knows how equations hold jaxprs.
+
+What goes in is a jaxpr. What comes out are descriptions of it; no jaxpr is changed, apart from
+`with_jaxprs`, which exchanges those that an equation executes.
+
+- `bodies_of` (bodies.py): the jaxprs that an equation executes, how often, and how their arguments
+  and results are connected with its own, for calls, loops and branches.
+- `Scope`, `all_equations`, `Holds` (walks.py): walks in the order of the program.
+- `Propagation` (propagation.py): labels that flow from arguments to results, through loops and
+  branches.
+- `peak` (lifetimes.py): the moment at which most bytes are alive.
+- `Graph` (graph.py): what makes and what reads each variable of one jaxpr. `Dependencies`
+  (dependencies.py): what its equations wait for.
+
+The names in `__all__` are public, for programs that look into what JAX traced.
+"""
+
+from collective_matmul.jaxprs.bodies import Body, bodies_of, called
+from collective_matmul.jaxprs.lifetimes import Execution, last_reads, peak
+from collective_matmul.jaxprs.propagation import Propagation
+from collective_matmul.jaxprs.walks import Scope
+
+__all__ = [
+    "Body",
+    "Execution",
+    "Propagation",
+    "Scope",
+    "bodies_of",
+    "called",
+    "last_reads",
+    "peak",
+]

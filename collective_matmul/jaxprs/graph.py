@@ -1,0 +1,77 @@
+"""The dataflow of one jaxpr."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+Shape = tuple[int, ...]
+#: An operand of an equation: a variable or a literal.
+Atom = Any
+
+
+class Graph:
+    """Producers and users of the variables of a jaxpr."""
+
+    def __init__(self, jaxpr: Jaxpr):
+        self.jaxpr = jaxpr
+        self.equations: list[JaxprEqn] = list(jaxpr.eqns)
+        self.results = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+        self._producer: dict[Var, int] = {}
+        self._users: dict[Var, list[int]] = defaultdict(list)
+        for index, equation in enumerate(self.equations):
+            for var in equation.outvars:
+                self._producer[var] = index
+            for atom in equation.invars:
+                if isinstance(atom, Literal):
+                    continue
+                users = self._users[atom]
+                if not users or users[-1] != index:
+                    users.append(index)
+
+    def producer(self, atom: Atom) -> int | None:
+        """Index of the equation that makes `atom`; None for an argument, constant or literal."""
+        return None if isinstance(atom, Literal) else self._producer.get(atom)
+
+    def users(self, atom: Atom) -> list[int]:
+        """Indices of the equations that read `atom`, each once, in order; none for a literal."""
+        return [] if isinstance(atom, Literal) else self._users.get(atom, [])
+
+    def only_user(self, atom: Atom) -> int | None:
+        """Index of the one equation that reads `atom`; None if anything else needs it."""
+        users = self.users(atom)
+        return users[0] if len(users) == 1 and atom not in self.results else None
+
+    def constant(self, atom: Atom) -> Any | None:
+        """The value of a scalar constant, or of an array broadcast from one; None otherwise."""
+        if isinstance(atom, Literal):
+            return atom.val if jnp.ndim(atom.val) == 0 else None
+        index = self.producer(atom)
+        if index is None:
+            return None
+        equation = self.equations[index]
+        if equation.primitive.name == "convert_element_type":
+            value = self.constant(equation.invars[0])
+            return None if value is None else jnp.dtype(equation.params["new_dtype"]).type(value)
+        if equation.primitive.name in ("pvary", "broadcast_in_dim"):
+            return self.constant(equation.invars[0])
+        return None
+
+
+def type_of(atom: Atom) -> Any:
+    """The abstract value: shape and dtype."""
+    return atom.aval
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """The atoms that are not literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def is_pure(equation: JaxprEqn) -> bool:
+    """Whether the equation may be moved: it has no effect other than communication."""
+    return all(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)

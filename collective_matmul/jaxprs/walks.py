@@ -1,0 +1,76 @@
+"""Walks over the equations of a jaxpr, in the order of the program."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from collective_matmul.jaxprs.bodies import jaxprs_of
+
+_T = TypeVar("_T")
+
+
+class Scope(Generic[_T]):
+    """The variables of a jaxpr and what they stand for: arrays, numbers, or anything else.
+
+    Attributes:
+      values: what each variable stands for, as far as the walk has come.
+
+    Args:
+      jaxpr: the jaxpr.
+      arguments: what its arguments stand for.
+      outside: returns what a literal or a constant stands for; asked at each use of a literal.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, arguments: Iterable[_T], outside: Callable[[Any], _T]):
+        self.jaxpr = jaxpr
+        self._outside = outside
+        self.values: dict[Any, _T] = {var: outside(var) for var in jaxpr.constvars}
+        self.values.update(zip(jaxpr.invars, arguments, strict=True))
+
+    def run(self, execute: Callable[[JaxprEqn, list[_T]], Iterable[_T]]) -> list[_T]:
+        """What the results stand for.
+
+        Args:
+          execute: returns what the results of an equation stand for, given the same of its
+            operands.
+        """
+        for equation in self.jaxpr.eqns:
+            made = execute(equation, self._of(equation.invars))
+            self.values.update(zip(equation.outvars, made, strict=True))
+        return self._of(self.jaxpr.outvars)
+
+    def _of(self, atoms: Sequence[Any]) -> list[_T]:
+        return [self._outside(a) if isinstance(a, Literal) else self.values[a] for a in atoms]
+
+
+def all_equations(*jaxprs: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yields the equations of jaxprs at any depth, each before those that it executes."""
+    for jaxpr in jaxprs:
+        for equation in jaxpr.eqns:
+            yield equation
+            yield from all_equations(*jaxprs_of(equation))
+
+
+class Holds:
+    """Whether a jaxpr has an equation of some kind, at any depth. Looks at each jaxpr once.
+
+    Args:
+      is_one: whether an equation is of the kind.
+    """
+
+    def __init__(self, is_one: Callable[[JaxprEqn], Any]):
+        self._is_one = is_one
+        self._answers: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
+
+    def __call__(self, jaxpr: Jaxpr) -> bool:
+        """Whether the jaxpr has one."""
+        if jaxpr not in self._answers:
+            self._answers[jaxpr] = any(
+                self._is_one(equation) or any(map(self, jaxprs_of(equation)))
+                for equation in jaxpr.eqns
+            )
+        return self._answers[jaxpr]

@@ -1,0 +1,227 @@
+"""Reports of the collectives found in a program and of what was done about each."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from collective_matmul.dispatch.decision_table import Line, format_table, line_of
+from collective_matmul.dispatch.recording import Decision, record
+from collective_matmul.dispatch.run_counts import is_numbered
+from collective_matmul.hardware import rates
+from collective_matmul.jaxprs.graph import type_of
+from collective_matmul.rewrite.find.collective_equations import (
+    CollectiveKind,
+    axes_of,
+    collective_seconds,
+    kind_of,
+)
+from collective_matmul.source_location import SourceLocation, is_library
+
+#: The name scope of a site's replacement, which profiles show.
+NAME = "collective_matmul.overlap"
+_LIBRARY = Path(__file__).parents[2]
+#: Code that traces the equations of ops: collectives in them are already part of a site.
+_OWN_CODE = tuple(
+    str(_LIBRARY / name) for name in ("ops", "mosaic_gpu", "operands", "schedule", "_compat.py")
+)
+
+#: Names of primitives that say little, in words.
+_WORDS = {
+    "scan": "a loop (scan)",
+    "while": "a loop (while_loop)",
+    "cond": "a branch (cond)",
+    "custom_jvp_call": "a function with gradients of its own (custom_jvp)",
+    "custom_vjp_call": "a function with gradients of its own (custom_vjp)",
+    "add_any": "a sum of gradients",
+    "select_n": "jnp.where (select_n)",
+    "convert_element_type": "a cast (convert_element_type)",
+    "ragged_dot_general": "lax.ragged_dot",
+}
+
+
+@dataclass(frozen=True)
+class FoundSite:
+    """A gather or a sum over devices in a program.
+
+    Attributes:
+      kind: "all_gather", "reduce_scatter" or "psum".
+      source: the user's line; None if JAX did not record it.
+      shapes: the operand, local to a device, and the axis, as text.
+      matmuls: the number of matmuls in the site; 0 if it is left alone.
+      decision: what executes the site; None if it is left alone.
+      reason: why that was chosen, or why the site is left alone.
+      communication_seconds: predicted time of the collective alone; None if unknown.
+      kept: whether the decision is to keep the program's own collective and matmuls.
+      axes: the mesh axes that it communicates over.
+    """
+
+    kind: CollectiveKind
+    source: SourceLocation | None
+    shapes: str
+    matmuls: int
+    decision: Decision | None
+    reason: str
+    communication_seconds: float | None = None
+    kept: bool = False
+    axes: tuple = ()
+
+    @property
+    def replaced(self) -> bool:
+        """Whether it is a site, which an op replaces unless it is `kept` on these devices."""
+        return self.decision is not None
+
+    @property
+    def key(self) -> tuple:
+        """The `collective_key` of its equation."""
+        return self.kind, self.source, self.shapes
+
+    @property
+    def line(self) -> Line:
+        """Its line in a table."""
+        if self.decision is not None and not self.kept:
+            return line_of(self.decision)
+        chosen = "left alone" if self.decision is None else f"{self.decision.implementation}, kept"
+        return Line(self.source, "", self.kind, self.shapes, chosen, self.reason)
+
+
+def table(sites: Sequence[FoundSite]) -> str:
+    """A table of the sites, in the format of `collective_matmul.explain`."""
+    return format_table(site.line for site in sites)
+
+
+def left_alone(equation: JaxprEqn, reason: str) -> FoundSite:
+    """The report of a collective that stays as it is."""
+    return _site(equation, 0, None, reason)
+
+
+def left_alone_by_type(
+    equation: JaxprEqn, kind: CollectiveKind, array: Any, axis: str, reason: str
+) -> FoundSite:
+    """The report of what an equation communicates of an array by types alone, and which stays."""
+    shapes = _shapes_of(type_of(array), (axis,))
+    return FoundSite(kind, source_of(equation), shapes, 0, None, reason, axes=(axis,))
+
+
+def replaced_by(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSite:
+    """The report of a collective that an op replaces. Records the decision."""
+    record(decision)
+    return _site(equation, matmuls, decision, decision.reason)
+
+
+def kept(site: FoundSite, reason: str) -> FoundSite:
+    """The report of a site whose own equations stay for this reason, if an op would replace it."""
+    return replace(site, kept=True, reason=reason) if site.replaced else site
+
+
+def kept_as_it_is(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSite:
+    """The report of a site where the op would transpose arrays for XLA's own collective."""
+    reason = f"arrays would be transposed without gain ({decision.reason})"
+    return replace(_site(equation, matmuls, decision, reason), kept=True)
+
+
+def weight_of_site(
+    equation: JaxprEqn, matmuls: int, decision: Decision, executed: bool
+) -> FoundSite:
+    """The report of a gather of a weight, which is part of a site if the op executes it too."""
+    reason = decision.reason if executed else f"gathered before the matmul ({decision.reason})"
+    return replace(_site(equation, matmuls, decision, reason), kept=not executed)
+
+
+_considered: contextvars.ContextVar[list[FoundSite] | None] = contextvars.ContextVar(
+    "considered", default=None
+)
+
+
+@contextlib.contextmanager
+def record_considered() -> Iterator[list[FoundSite]]:
+    """Collects what `overlap` finds inside the block and leaves in the program as it is."""
+    sites: list[FoundSite] = []
+    token = _considered.set(sites)
+    try:
+        yield sites
+    finally:
+        _considered.reset(token)
+
+
+def consider(sites: Iterable[FoundSite]) -> None:
+    """Adds those of the sites that stay in the program to the active record, if any."""
+    record = _considered.get()
+    if record is not None:
+        record += (site for site in sites if not site.replaced or site.kept)
+
+
+def described(equation: JaxprEqn) -> str:
+    """An equation as its author knows it, with its line: "relu() at model.py:12"."""
+    name, parameters = equation.primitive.name, equation.params
+    if name in ("jit", "pjit"):
+        name = f"{str(parameters['name']).strip('_')}()"
+    what = _WORDS.get(name, name)
+    source = source_of(equation)
+    return what if source is None else f"{what} at {Path(source.file).name}:{source.line}"
+
+
+def source_of(equation: JaxprEqn) -> SourceLocation | None:
+    """The line of the user's program that an equation comes from."""
+    for frame in _frames(equation):
+        if not is_library(frame.file_name):
+            return SourceLocation(frame.file_name, frame.line_num, frame.function_name)
+    return None
+
+
+def collective_key(equation: JaxprEqn) -> tuple | None:
+    """The kind, line and shapes of a gather or a sum that is not part of an op; None for others."""
+    kind = kind_of(equation)
+    if kind is None or is_ours(equation):
+        return None
+    return kind, source_of(equation), _shapes(equation)
+
+
+def is_ours(equation: JaxprEqn) -> bool:
+    """Whether an op traced the equation, which then is part of a site already."""
+    if is_named(equation) or is_numbered(equation):
+        return True
+    return any(frame.file_name.startswith(_OWN_CODE) for frame in _frames(equation))
+
+
+def is_named(equation: JaxprEqn) -> bool:
+    """Whether the equation replaces part of a site, or was derived from such an equation."""
+    return NAME in str(equation.source_info.name_stack)
+
+
+def _frames(equation: JaxprEqn) -> Sequence:
+    traceback = equation.source_info.traceback
+    return () if traceback is None else traceback.frames
+
+
+def _site(equation: JaxprEqn, matmuls: int, decision: Decision | None, reason: str) -> FoundSite:
+    kind = kind_of(equation)
+    assert kind is not None
+    source, shapes = source_of(equation), _shapes(equation)
+    seconds = _communication_seconds(equation)
+    axes = axes_of(equation)
+    return FoundSite(kind, source, shapes, matmuls, decision, reason, seconds, axes=axes)
+
+
+def _shapes(equation: JaxprEqn) -> str:
+    return _shapes_of(type_of(equation.invars[0]), axes_of(equation))
+
+
+def _shapes_of(array: Any, axes: Iterable) -> str:
+    shape = ",".join(map(str, array.shape))
+    return f"{array.dtype} [{shape}] over {', '.join(map(str, axes))}"
+
+
+def _communication_seconds(equation: JaxprEqn) -> float | None:
+    """Seconds of a collective over NVLink; None on devices of unknown rates."""
+    gpu, mesh = rates(), jax.sharding.get_abstract_mesh()
+    if gpu is None or not set(axes_of(equation)) <= set(mesh.axis_names):
+        return None
+    return collective_seconds(equation, mesh.shape, gpu)
