@@ -34,7 +34,7 @@ from train.batches import batch_specs
 from train.config import Config, MeshConfig, MeshSizes, Zero
 from train.config_checks import check
 from train.mesh import make_mesh, mesh_sizes
-from train.metrics import model_flops_per_token, peak_flops
+from train.metrics import peak_flops
 from train.optimizer import make_optimizer
 from train.presets import PRESETS
 from train.state import ModelFunctions, init_state, state_on_mesh
@@ -106,14 +106,8 @@ class TrainCase:
         return {"sequence_length": self.tokens, **self.config().model.sharded_sizes}
 
     def describe(self, operands: Operands) -> dict[str, Any]:
-        model = self.config().model
-        flops = model_flops_per_token(
-            matmul_parameters=model.matmul_parameters,
-            layers=model.num_layers,
-            heads=model.num_heads,
-            head_dim=model.head_dim,
-            sequence_length=self.tokens,
-        )
+        model = ModelFunctions(self.config(), self.mesh_sizes(operands.mesh.devices.size))
+        flops = model.flops_per_token(self.tokens)
         kind = operands.mesh.devices.flat[0].device_kind
         return {
             **asdict(self),

@@ -19,7 +19,7 @@ from train.batches import batch_specs, global_arrays, local_rows
 from train.evaluation import Evaluator
 from train.initial_state import initial_state
 from train.log_file import LogFile
-from train.metrics import Meter, Record, model_flops_per_token
+from train.metrics import Meter, Record
 from train.processes import is_first
 from train.reporter import Reporter, Writer
 from train.run_record import run_record
@@ -112,16 +112,10 @@ class _StepEnd:
         if setup.held_out is not None:
             self.evaluator = Evaluator(setup.config, setup.model, setup.mesh, setup.held_out)
         self.pending: tuple[int, Metrics] | None = None
-        config, model = setup.config, setup.config.model
+        config = setup.config
         self.meter = Meter(
             tokens_per_step=config.batch_size * config.sequence_length,
-            flops_per_token=model_flops_per_token(
-                matmul_parameters=model.matmul_parameters,
-                layers=model.num_layers,
-                heads=model.num_heads,
-                head_dim=model.head_dim,
-                sequence_length=setup.text.attention_length,
-            ),
+            flops_per_token=setup.model.flops_per_token(setup.text.attention_length),
             devices=setup.mesh.size,
             device=setup.mesh.local_devices[0],
         )

@@ -39,26 +39,39 @@ class Device(Protocol):
 
 
 def model_flops_per_token(
-    *, matmul_parameters: int, layers: int, heads: int, head_dim: int, sequence_length: int
+    *,
+    matmul_parameters: int,
+    layers: int,
+    heads: int,
+    head_dim: int,
+    sequence_length: int,
+    frozen_parameters: int = 0,
 ) -> int:
     """FLOPs per token of the model's forward and backward, without recomputation.
 
-    ``6 · matmul_parameters + 12 · layers · heads · head_dim · sequence_length / 2``
+    ``6 · matmul_parameters - 2 · frozen_parameters
+    + 12 · layers · heads · head_dim · sequence_length / 2``
 
     A matmul parameter costs one multiply and one add in the forward, and twice that in the
-    backward. The two matmuls of attention cost ``4 · heads · head_dim · sequence_length`` per layer
-    in the forward, and three times that with the backward; the causal mask halves it. Chowdhery et
-    al., PaLM (2022), appendix B, which ignores the mask.
+    backward; once that if it is frozen. The two matmuls of attention cost
+    ``4 · heads · head_dim · sequence_length`` per layer in the forward, and three times that with
+    the backward; the causal mask halves it. Chowdhery et al., PaLM (2022), appendix B, which
+    ignores the mask.
 
     Args:
         matmul_parameters: parameters that multiply activations: all but norms and the embedding
-          table. The output head counts, tied or not.
+          table. The output head counts, tied or not, and so do adapters.
         layers: number of transformer blocks.
         heads: number of query heads.
         head_dim: size of one head.
         sequence_length: number of tokens that attend to each other.
+        frozen_parameters: those of the matmul parameters that have no gradient.
     """
-    return 6 * matmul_parameters + 6 * layers * heads * head_dim * sequence_length
+    return (
+        6 * matmul_parameters
+        - 2 * frozen_parameters
+        + 6 * layers * heads * head_dim * sequence_length
+    )
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -38,6 +38,7 @@ from train.context import context_implementation
 from train.experts import expert_axes, expert_implementation, gathers_experts, is_expert
 from train.loss_chunks import loss_chunk
 from train.mesh import shard_axes_of
+from train.metrics import model_flops_per_token
 from train.parameter_shards import EXPERT_DIMENSION, ZeroUse, sharded_dimension, sharded_spec
 
 Params = dict[str, jax.Array]
@@ -273,6 +274,39 @@ class ModelFunctions:
         chosen = (model.num_experts_per_token or 1) / (model.num_experts or 1)
         counts = {name: math.prod(leaf.shape) for name, (_, leaf) in self._variables.items()}
         return round(sum(n * chosen if is_expert(name) else n for name, n in counts.items()))
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """`model_flops_per_token` of this model, with its adapters and what it freezes.
+
+        Args:
+          sequence_length: number of tokens that attend to each other.
+        """
+        model = self._config.model
+        sizes = {
+            name: math.prod(leaf.shape)
+            for name, (_, leaf) in self._variables.items()
+            if self._multiplies(name)
+        }
+        chosen = (model.num_experts_per_token or 1) / (model.num_experts or 1)
+        frozen = sum(
+            size * chosen if is_expert(name) else size
+            for name, size in sizes.items()
+            if name in self.frozen_params
+        )
+        adapters = sum(size for name, size in sizes.items() if is_adapter(name))
+        return model_flops_per_token(
+            matmul_parameters=model.matmul_parameters + adapters,
+            layers=model.num_layers,
+            heads=model.num_heads,
+            head_dim=model.head_dim,
+            sequence_length=sequence_length,
+            frozen_parameters=round(frozen),
+        )
+
+    def _multiplies(self, name: str) -> bool:
+        """Whether tokens are multiplied by a parameter. They only select rows of an embedding."""
+        only_selects = name == "embedding" and not self._config.model.tied_head
+        return name in self.matrices and not only_selects
 
     def _build(self, config: Config) -> Llama:
         return Llama(

@@ -251,7 +251,8 @@ def as_text(fields: Mapping[str, Any]) -> str:
 def mesh_of(devices: Sequence[Any], sizes: MeshSizes) -> Mesh:
     """The trainer's mesh over devices."""
     types = (AxisType.Auto,) * len(AXES)
-    return Mesh(np.array(devices).reshape(sizes), AXES, axis_types=types)
+    shape = [getattr(sizes, axis) for axis in AXES]
+    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=types)
 
 
 class Steps:

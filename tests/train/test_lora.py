@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable
@@ -250,3 +251,20 @@ def test_what_is_frozen_by_name_does_not_change(tmp_path: Path, capsys):
     assert "others are frozen" in output
     numbers = losses(output)
     assert float(numbers[-1]) < float(numbers[0])
+
+
+def test_flops_count_no_gradients_of_frozen_kernels():
+    def counted(*flags: str) -> tuple[ModelFunctions, int]:
+        functions = ModelFunctions(parse([*MODEL, *flags]))
+        return functions, functions.flops_per_token(8)
+
+    functions, whole = counted()
+    shapes = functions.abstract_params
+    kernels = [shapes[n].shape for n in functions.matrices - {"embedding"}]
+    weights = sum(map(math.prod, kernels))
+    adapted, adapters = counted("--lora.rank", "2")
+    assert adapters == whole - 2 * weights + 6 * adapted.trained_count
+    assert counted("--freeze", "head.kernel")[1] == whole - 2 * math.prod(
+        shapes["head.kernel"].shape
+    )
+    assert counted("--freeze", "embedding")[1] == whole
