@@ -9,7 +9,8 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import tyro
@@ -20,6 +21,7 @@ from train.checkpoint import SaveError
 from train.config import Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
 from train.context import describe_context
+from train.defaults import implied, with_values
 from train.dry_run import dry_run
 from train.evaluate_only import evaluate_only
 from train.evaluation import evaluated_sequences
@@ -67,6 +69,8 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
 def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     """The configuration that the arguments describe: a preset or a file, and changes to it.
 
+    Some defaults follow from other settings (`train.defaults`), so arguments are read twice.
+
     Flags and values of earlier releases are accepted, with a warning on stderr.
 
     Raises:
@@ -80,11 +84,17 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     given = first.parse_known_args(arguments)[0]
     if given.preset not in (None, *PRESETS):
         raise ValueError(f"preset={given.preset!r}: expected one of {', '.join(PRESETS)}")
-    if given.config is None:
-        default = PRESETS[given.preset or "debug"]()
-    else:
-        default = read_config(given.config, given.preset, program)
-    return tyro.cli(Config, default=default, args=arguments, prog=program)
+
+    def read(defaults: Mapping[str, Any]) -> Config:
+        if given.config is None:
+            default = with_values(PRESETS[given.preset or "debug"](), defaults)
+        else:
+            default = read_config(given.config, given.preset, program, defaults)
+        return tyro.cli(Config, default=default, args=arguments, prog=program)
+
+    config = read({})
+    defaults = implied(config)
+    return read(defaults) if defaults else config
 
 
 @contextlib.contextmanager
