@@ -21,12 +21,12 @@ from train.checkpoint import SaveError
 from train.config import Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
 from train.context import describe_context
-from train.defaults import implied, with_values
+from train.defaults import describe_defaults, implied, with_values
 from train.dry_run import dry_run
 from train.evaluate_only import evaluate_only
 from train.evaluation import evaluated_sequences
 from train.experts import describe_experts
-from train.initial_weights import with_model_of
+from train.initial_weights import model_name, with_model_of
 from train.loop import NonFiniteError, train
 from train.loss_chunks import describe_loss_chunks
 from train.mesh import mesh_sizes
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
         arguments = current_arguments(arguments)
         config = parse(arguments)
         if config.print_config:
-            print(config_text(config))
+            print(config_text(with_model_of(config)))
             return
         # JAX's attention and optax mix dtypes, which the environment may forbid.
         jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -126,7 +126,7 @@ def announce(setup: Setup, console: Console) -> None:
     kind, unused = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
     rest = f"; {unused} more are not used" if unused else ""
     for line in (
-        f"{config.preset}: {setup.model.parameter_count:,} parameters,"
+        f"{model_name(config)}: {setup.model.parameter_count:,} parameters,"
         f" {config.model.num_layers} layers,"
         f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
         f"mesh: {MeshSizes(**mesh.shape)} of {kind} devices{rest}",
@@ -141,6 +141,7 @@ def announce(setup: Setup, console: Console) -> None:
         *describe_trained(setup.model),
         *describe_muon(config.optimizer, setup.model.abstract_params),
         describe_schedule(config.optimizer, config.steps),
+        *describe_defaults(config),
     ):
         console.print(line, highlight=False, soft_wrap=True)
 
