@@ -90,8 +90,8 @@ def describe_defaults(config: Config) -> list[str]:
         lines.append(
             f"warning: optimizer.learning_rate={config.optimizer.learning_rate:g} is"
             f" {config.optimizer.learning_rate / usual:.0f} times what is usual for"
-            f" {config.model.matmul_parameters / 1e9:.2g} billion weights, about {usual:.1g}; a run"
-            " at such a rate may diverge, or forget what the weights have learnt"
+            f" {config.model.matmul_parameters:,} weights, about {usual:.1g}; a run at such a rate"
+            " may diverge, or forget what the weights have learnt"
         )
     return lines
 

@@ -142,7 +142,7 @@ def test_fine_tuning_defaults_are_printed_and_a_high_rate_is_questioned():
         assert describe_defaults(make()) == [], name
     high = parsed("--preset llama3-8b --optimizer.learning-rate 4e-3")
     (warning,) = describe_defaults(high)
-    assert "is 13 times what is usual for 7.5 billion weights, about 0.0003;" in warning
+    assert "is 13 times what is usual for 7,504,658,432 weights, about 0.0003;" in warning
     kind = "--optimizer.kind muon --optimizer.muon-update-rms None"
     assert (
         describe_defaults(parsed(f"--preset llama3-8b --optimizer.learning-rate 0.02 {kind}")) == []
