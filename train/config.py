@@ -267,6 +267,8 @@ class Config:
     """Print the configuration as JSON and stop."""
     dry_run: bool = False
     """Print bytes per device and the collective matmuls, and stop; the mesh may have any size."""
+    verbose: bool = False
+    """List, in a dry run, the gathers and sums that are left alone, each with the reason."""
     device: Literal["H200", "H100", "A100"] | None = None
     """GPU that a dry run predicts for; default: those of this machine, or H200."""
 
