@@ -26,6 +26,7 @@ from collective_matmul.layers.sequence_form import (
     with_reference,
 )
 from collective_matmul.layers.sharding_context import (
+    LocalShards,
     ShardingContext,
     WeightSharding,
     partition_spec,
@@ -126,6 +127,28 @@ def column_parallel(
     out_specs = tuple(partition_spec(leading, *names) for names in columns)
     operands = x, tuple(kernels), tuple(biases), adapters
     return context.map_shards(on_shards, operands, in_specs, out_specs)
+
+
+def own_columns(context: ShardingContext, parameter: Any, dimension: int, copies: int) -> Any:
+    """A parameter of a column-parallel layer as if each device had columns of its own.
+
+    Args:
+      context: whether the parameter is local or global; it is whole in both, if there are copies.
+      parameter: None, or an array, which may be quantized.
+      dimension: the dimension of it that the columns are.
+      copies: the number of devices that compute the same columns.
+
+    Returns:
+      Global [..., D, ...], or this device's [..., 1, ...]; without copies the parameter itself.
+    """
+    if parameter is None or copies == 1:
+        return parameter
+    if isinstance(parameter, Quantized):  # Of these columns, and the array of all.
+        return parameter.with_array(own_columns(context, parameter.array, dimension, copies))
+    if isinstance(context, LocalShards):
+        first = jax.lax.axis_index(context.axis_name) // copies
+        return jax.lax.dynamic_slice_in_dim(parameter, first, 1, dimension)
+    return jnp.repeat(parameter, copies, dimension)
 
 
 def _column_specs(count: int, columns: Any, biases: Any, adapters: Any) -> tuple[Any, Any, Any]:

@@ -78,18 +78,26 @@ def copies(
         )
 
 
-def heads(path: str, module: Any, axis_name: str, mesh: Mesh | None) -> None:
+def heads(path: str, module: Any, axis_name: str, mesh: Mesh | None) -> int:
     """Checks that the axis, if its size is known, divides the heads of Flax's attention.
 
+    Returns:
+      The number of devices that compute each head of keys and values: 1 unless there are fewer of
+      these heads than devices.
+
     Raises:
-      ValueError: if it does not.
+      ValueError: if it divides them neither, nor their copies.
     """
-    if devices := known_axis_size(axis_name, mesh):
-        for name in ("num_heads", "num_kv_heads"):
-            try:
-                features(name, getattr(module, name, module.num_heads), axis_name, devices)
-            except ValueError as error:
-                raise ValueError(f"{path!r}: {error}") from None
+    devices = known_axis_size(axis_name, mesh) or 1
+    key_value_heads = getattr(module, "num_kv_heads", module.num_heads)
+    copies = max(devices // key_value_heads, 1)
+    try:
+        features("num_heads", module.num_heads, axis_name, devices)
+        if devices % key_value_heads:
+            features("num_kv_heads", key_value_heads, axis_name, devices)
+    except ValueError as error:
+        raise ValueError(f"{path!r}: {error}") from None
+    return copies
 
 
 def kernel(

@@ -23,16 +23,19 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from collective_matmul.layers import layer_checks
-from collective_matmul.layers.functions import KernelShape, column_parallel, row_parallel
+from collective_matmul.layers.functions import (
+    KernelShape,
+    column_parallel,
+    own_columns,
+    row_parallel,
+)
 from collective_matmul.layers.lora import Adapter, Lora
 from collective_matmul.layers.sharding_context import (
-    LocalShards,
-    ShardingContext,
     WeightSharding,
     current_context,
     known_axis_size,
 )
-from collective_matmul.operands.quantized import Quantized, typed
+from collective_matmul.operands.quantized import typed
 from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import Implementation, RecipeName
 
@@ -283,17 +286,6 @@ class ColumnParallelLinear(_ParallelLinear):
         inputs, (first, *others) = self.kernel_shape
         return inputs, (first * self.copies, *others)
 
-    def _computed(self, parameter: Any, dimension: int, context: ShardingContext) -> Any:
-        """A parameter as if each device had its own columns, which are a dimension of it."""
-        if parameter is None or self.copies == 1:
-            return parameter
-        if isinstance(parameter, Quantized):  # Of these columns, and the array of all.
-            return parameter.with_array(self._computed(parameter.array, dimension, context))
-        if isinstance(context, LocalShards):
-            first = jax.lax.axis_index(self.axis_name) // self.copies
-            return jax.lax.dynamic_slice_in_dim(parameter, first, 1, dimension)
-        return jnp.repeat(parameter, self.copies, dimension)
-
     def __call__(
         self, x: jax.Array | SharedProjections, out_sharding: Sharding | P | None = None
     ) -> jax.Array:
@@ -453,10 +445,10 @@ def _gathered_once(
     for place, layer in enumerate(layers):
         adapter = adapters[place]
         if adapter is not None:
-            b = layer._computed(adapter.b, 1, context)
+            b = own_columns(context, adapter.b, 1, layer.copies)
             adapters[place] = dataclasses.replace(adapter, b=b)
-        kernels[place] = layer._computed(kernels[place], contracted, context)
-        biases[place] = layer._computed(biases[place], 0, context)
+        kernels[place] = own_columns(context, kernels[place], contracted, layer.copies)
+        biases[place] = own_columns(context, biases[place], 0, layer.copies)
     return column_parallel(
         context,
         jnp.asarray(x, dtype),

@@ -9,7 +9,7 @@ import jax
 from flax.core import meta
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyle
+from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyle, Row
 
 #: By the path of a layer: the numbers of dimensions that its kernel contracts, and of the others.
 KernelRanks = dict[str, tuple[int, int]]
@@ -65,7 +65,10 @@ def _sharded_names(
     inputs, outputs = ranks.get(".".join(path), unknown)
     rows: list[str | None] = [None] * inputs
     columns: list[str | None] = [None] * outputs
-    (columns if isinstance(entry, Column) else rows)[0] = axis_name
+    if isinstance(entry, Row):
+        rows[0] = axis_name
+    elif entry.copies == 1:
+        columns[0] = axis_name
     return (*rows, *columns) if name == "kernel" else tuple(columns)
 
 

@@ -56,7 +56,8 @@ def parallel_attention(kind: type[nnx.MultiHeadAttention]) -> type[nnx.MultiHead
             axis = _key_layer(self).axis_name, _key_layer(self).mesh
             context = current_context(*axis) if known_axis_size(*axis) else None
             pieces = context.devices if isinstance(context, LocalShards) else 1
-            shape = (*input_shape[:-1], self.num_kv_heads // pieces, self.head_dim)
+            heads = self.num_kv_heads * _key_layer(self).copies // pieces
+            shape = (*input_shape[:-1], heads, self.head_dim)
             for name in CACHES:
                 setattr(self, name, nnx.Cache(jnp.zeros(shape, dtype)))
             self.cache_index = nnx.Cache(jnp.array(0, jnp.int32))
@@ -98,6 +99,18 @@ def _keep_caches_divided(module: nnx.MultiHeadAttention, key: jax.Array) -> None
     for cache in (module.cached_key, module.cached_value):
         if mesh is not None and cache is not None:  # Without a cache Flax raises.
             cache.set_value(keep_heads_divided(cache.get_value(), key, layer.axis_name, mesh))
+
+
+def copy_heads_of_caches(module: nnx.MultiHeadAttention) -> None:
+    """Repeats the heads that several devices compute, in caches that were made for each once."""
+    copies = _key_layer(module).copies
+    for name in CACHES:
+        cache = getattr(module, name)
+        if copies == 1 or cache is None:
+            continue
+        value, repeat = cache.get_value(), functools.partial(jnp.repeat, repeats=copies, axis=-2)
+        is_shape = isinstance(value, jax.ShapeDtypeStruct)
+        cache.set_value(jax.eval_shape(repeat, value) if is_shape else repeat(value))
 
 
 def shard_caches(module: nnx.MultiHeadAttention) -> None:

@@ -13,7 +13,7 @@ from flax.linen.dtypes import promote_dtype
 from jax.sharding import Mesh, NamedSharding
 
 from collective_matmul.layers import layer_checks, linen_attention, linen_specs, path_patterns
-from collective_matmul.layers.functions import column_parallel, row_parallel
+from collective_matmul.layers.functions import column_parallel, own_columns, row_parallel
 from collective_matmul.layers.linear import SharedProjections
 from collective_matmul.layers.linen_specs import KernelRanks, unboxed
 from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyles, Row
@@ -245,9 +245,9 @@ class ParallelModule:
             (y,) = column_parallel(
                 context,
                 x,
-                [kernel],
-                [bias],
-                [(kernel.shape[: len(axes)], features)],
+                [own_columns(context, kernel, len(axes), style.copies)],
+                [own_columns(context, bias, 0, style.copies)],
+                [(kernel.shape[: len(axes)], (features[0] * style.copies, *features[1:]))],
                 gather_dimension=style.gather_dimension,
                 implementation=implementation,
                 fp8=style.fp8,

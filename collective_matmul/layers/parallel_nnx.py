@@ -24,6 +24,7 @@ from collective_matmul.layers.nnx_adapters import (
 )
 from collective_matmul.layers.nnx_attention import (
     can_share_gather,
+    copy_heads_of_caches,
     parallel_attention,
     shard_caches,
 )
@@ -85,6 +86,7 @@ def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
         if _is_attention(node) and can_share_gather(node):
             # The module stays the same object, since the model itself may be one.
             object.__setattr__(node, "__class__", parallel_attention(type(node)))
+            copy_heads_of_caches(node)
             shard_caches(node)
         elif id(node) in entries and isinstance(node, nnx.LoRA):
             object.__setattr__(node, "__class__", parallel_lora(type(node)))
@@ -134,8 +136,8 @@ def _matched_layers(
             add(path, node, style, pattern)
             continue
         path_patterns.check_layer(plan, pattern, path, node, ATTENTION_MODULES, "nnx")
-        layer_checks.heads(path, node, options["axis_name"], options["mesh"])
-        for name, of_layer in style.layers().items():
+        copies = layer_checks.heads(path, node, options["axis_name"], options["mesh"])
+        for name, of_layer in style.layers(copies).items():
             add(".".join(filter(None, (path, name))), getattr(node, name), of_layer, pattern)
     paths = [path for path, node in nodes if _is_layer(node)]
     path_patterns.check_all_match(plan, paths, "nnx")
@@ -224,7 +226,8 @@ def _collective_layer(
         sizes = linear.in_features, linear.out_features
         if isinstance(style, Column):
             column = ColumnParallelLoRALinear if in_layer else ColumnParallelLinear
-            return column(*sizes, gather_dimension=style.gather_dimension, **rest)
+            dimension, copies = style.gather_dimension, style.copies
+            return column(*sizes, gather_dimension=dimension, copies=copies, **rest)
         row = RowParallelLoRALinear if in_layer else RowParallelLinear
         return row(*sizes, scatter_dimension=style.scatter_dimension, **rest)
 

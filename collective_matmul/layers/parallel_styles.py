@@ -22,10 +22,14 @@ class Column:
         the same on every device.
       fp8: None, or the recipe by which operands are quantized to 8 bits, or the name of a
         registered format, as the ops take it.
+      copies: number of devices that compute the same of the first output feature dimension, such
+        as heads of keys and values that are fewer than devices. Then that dimension times copies is
+        the size of the axis, also in the result, and parameters are whole on every device.
     """
 
     gather_dimension: int | None = -2
     fp8: RecipeName | None = None
+    copies: int = 1
 
     def __post_init__(self) -> None:
         checks.fp8(self.fp8)
@@ -71,13 +75,18 @@ class Heads:
     def __post_init__(self) -> None:
         checks.fp8(self.fp8)
 
-    def layers(self) -> dict[str, Column | Row]:
-        """The styles of the layers inside Flax's attention modules, by name."""
+    def layers(self, copies: int = 1) -> dict[str, Column | Row]:
+        """The styles of the layers inside Flax's attention modules, by name.
+
+        Args:
+          copies: the number of devices that compute each head of keys and values.
+        """
         column = Column(self.gather_dimension, self.fp8)
+        key_value = Column(self.gather_dimension, self.fp8, copies)
         return {
             "query": column,
-            "key": column,
-            "value": column,
+            "key": key_value,
+            "value": key_value,
             "out": Row(self.scatter_dimension, self.fp8),
         }
 

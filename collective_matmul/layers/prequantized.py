@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.layers.blocks import AttentionProjection, GatedFeedForward
+from collective_matmul.layers.functions import own_columns
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
 from collective_matmul.layers.sharding_context import LocalShards
 from collective_matmul.ops.matmul.prequantize import prequantize
@@ -112,6 +113,6 @@ def _matrix(layer: Linear) -> Any:
     """The kernel [*K, *N] as [K, *N], with this device's columns, in the dtype of the matmul."""
     kernel, inputs = layer.kernel.get_value(), len(layer.kernel_shape[0])
     if isinstance(layer, ColumnParallelLinear):
-        kernel = layer._computed(kernel, inputs, LocalShards(layer.axis_name))
+        kernel = own_columns(LocalShards(layer.axis_name), kernel, inputs, layer.copies)
     matrix = kernel.reshape(-1, *kernel.shape[inputs:])
     return matrix if layer.dtype is None else matrix.astype(layer.dtype)

@@ -90,6 +90,18 @@ def test_grouped_normalized_attention_stays_the_same(context: str, mesh: Mesh) -
     assert_outcomes_close(actual, expected_outcome())
 
 
+@pytest.mark.parametrize(
+    "context", ["auto", exhaustive("explicit"), "local", exhaustive("local_unchecked")]
+)
+def test_fewer_heads_of_keys_and_values_than_devices_are_copied(context: str, mesh: Mesh) -> None:
+    options = dict(GROUPED, num_kv_heads=2)
+    model = parallelize(Block(**options), {"attention": Heads()}, mesh=mesh, implementation="ring")
+    assert_identical(pure(nnx.state(model)), pure(nnx.state(Block(**options))))
+    x = random(BATCH, LENGTH, FEATURES)
+    actual = outcome(model, x, context, mesh)
+    assert_outcomes_close(actual, unsharded_outcome(Block(**options), x))
+
+
 def permutes(fun: Any, *arguments: Any) -> int:
     return str(jax.make_jaxpr(fun)(*arguments)).count("ppermute")
 
@@ -196,6 +208,27 @@ def test_decoding_stays_the_same_with_a_cache_sharded_over_heads(
     assert_close(pure(nnx.state(model, nnx.Cache)), pure(nnx.state(expected_model, nnx.Cache)))
 
 
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_a_cache_has_the_copies_of_heads(made: str, mesh: Mesh) -> None:
+    x = random(2, 1, FEATURES)
+    expected_model, model = attention(num_kv_heads=2), attention(num_kv_heads=2)
+    expected_model.init_cache((2, 3, FEATURES))
+    if made == "before":
+        model.init_cache((2, 3, FEATURES))
+    parallelize(model, {"": Heads()}, mesh=mesh)
+    if made == "after":
+        model.init_cache((2, 3, FEATURES))
+    assert_close(decode(model, x), decode(expected_model, x))
+    for cache, expected in (
+        (model.cached_key, expected_model.cached_key),
+        (model.cached_value, expected_model.cached_value),
+    ):
+        assert cache is not None and expected is not None
+        assert_close(cache[...], jnp.repeat(expected[...], 2, -2))
+        sharding: Any = cache.get_value().sharding
+        assert sharding.shard_shape(cache.shape)[-2] == 1
+
+
 def test_decoding_inside_shard_map_stays_the_same(mesh: Mesh) -> None:
     x = random(2, 1, FEATURES)
     expected_model, model = attention(), parallelize(attention(), {"": Heads()})
@@ -253,9 +286,9 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         " 4 or 8",
     ),
     "key-value heads": (
-        lambda: attention(num_kv_heads=2),
+        lambda: nnx.MultiHeadAttention(12, FEATURES, num_kv_heads=3, rngs=nnx.Rngs(0)),
         Heads(),
-        "'0': num_kv_heads=2: 2 is not divisible by axis 'tensor' of size 4",
+        "'0': num_kv_heads=3: 3 is not divisible by axis 'tensor' of size 4",
     ),
     "precision": (
         lambda: attention(precision="highest"),

@@ -103,6 +103,27 @@ def test_results_on_local_shards_stay_the_same(check_vma: bool, mesh: Mesh) -> N
     assert_close(result_and_gradients(apply, variables(), X), expected_outcome())
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_several_devices_compute_the_same_columns(local: bool, mesh: Mesh) -> None:
+    module = linen.DenseGeneral((2, 3), bias_init=linen.initializers.normal(1.0))
+    model = parallelize(module, {"": Column(copies=2)}, mesh=mesh, implementation="ring")
+    variables = module.init(jax.random.key(0), X)
+    jax.eval_shape(model.init, jax.random.key(0), X)  # Of a kernel with several output features.
+    specs = model.partition_specs(variables)
+    assert set(jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, P))) == {
+        P(None, None, None),
+        P(None, None),
+    }
+    apply = model.apply
+    if local:
+        spec = P("data", None, "tensor")
+        apply = jax.shard_map(
+            apply, mesh=mesh, in_specs=(specs, P("data", "tensor")), out_specs=spec
+        )
+    y = jax.jit(apply)(variables, X)
+    assert_close(y, module.apply(variables, X).repeat(2, -2))
+
+
 def test_init_returns_the_variables_of_the_module(mesh: Mesh) -> None:
     made = jax.jit(parallelize(Model(), PLAN, mesh=mesh).init)(jax.random.key(0), X)
     assert_identical(made, initial_variables())
