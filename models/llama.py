@@ -10,6 +10,7 @@ Recomputation in Large Transformer Models", 2022.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -61,6 +62,7 @@ class Attention(nnx.Module):
       attention: the kernel, as `collective_matmul.dot_product_attention` takes it; None chooses.
       context: the mesh axis that divides sequences, and what exchanges keys and values, as
         `collective_matmul.context_attention` takes it; None: sequences are whole.
+      window: the sliding window; None: all tokens.
       **layer_options: options of all linear layers; `fp8` is a recipe by name of the layer.
     """
 
@@ -72,6 +74,7 @@ class Attention(nnx.Module):
         key_value_copies: int = 1,
         attention: str | None = None,
         context: ContextAxis | None = None,
+        window: int | None = None,
         **layer_options,
     ):
         self.projection = layers.AttentionProjection(
@@ -89,9 +92,14 @@ class Attention(nnx.Module):
         self.output = layers.RowParallelLinear(
             (config.num_heads, config.head_dim),
             config.features,
+            use_bias=config.output_bias,
             **of_layer("layers.attention.output", _of_rows(layer_options)),
         )
-        self.config = config
+        self.sinks: nnx.Param[jax.Array] | None = nnx.data(None)
+        if config.attention_sinks:
+            zeros, names = jnp.zeros(config.num_heads), (layer_options["axis_name"],)
+            self.sinks = nnx.Param(zeros, out_sharding=names, eager_sharding=False)
+        self.config, self.window = config, window
         self.implementation, self.context = attention, context
 
     def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
@@ -107,13 +115,15 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Causal attention of what `heads` returns: [B, S, heads/D, head_dim]."""
         segments = None if documents is None else documents.segments
+        sinks = None if self.sinks is None else self.sinks[...]
         if self.context is not None:
             return context_attention(
                 query,
                 key,
                 value,
                 self.context.name,
-                window=self.config.sliding_window,
+                window=self.window,
+                sinks=sinks,
                 segment_ids=None if segments is None else segments.ids,
                 max_segments=None if segments is None else segments.most,
                 implementation=self.context.implementation,
@@ -123,7 +133,8 @@ class Attention(nnx.Module):
             query,
             key,
             value,
-            window=self.config.sliding_window,
+            window=self.window,
+            sinks=sinks,
             segment_ids=segments,
             implementation=self.implementation,
         )
@@ -158,7 +169,8 @@ class Block(nnx.Module):
     """Attention, then feed-forward or experts, each applied to a norm of the residual stream and
     added to it.
 
-    The arguments are those of `Attention`, and `experts` says where experts are, if there are any.
+    The arguments are those of `Attention`, and `experts` says where experts are, if there are any,
+    and `layer` is the number of the block.
     """
 
     def __init__(
@@ -170,10 +182,12 @@ class Block(nnx.Module):
         attention: str | None = None,
         context: ContextAxis | None = None,
         experts: ExpertPlacement | None = None,
+        layer: int = 0,
         **layer_options,
     ):
         self.attention_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         own: dict[str, Any] = {"key_value_copies": key_value_copies, "context": context}
+        own["window"] = config.window_of(layer)
         self.attention = Attention(config, layers, attention=attention, **own, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.has_experts = config.num_experts is not None
@@ -268,7 +282,8 @@ class Llama(nnx.Module):
 
     Raises:
       ValueError: for an unknown `remat`, `implementation` or `fp8`, a pattern that matches no
-        layer, or a `loss_chunk` of no token.
+        layer, a `loss_chunk` of no token, or a number of layers that the period of their kinds does
+        not divide, with `scan_layers`.
     """
 
     def __init__(
@@ -301,6 +316,12 @@ class Llama(nnx.Module):
             raise ValueError(f"remat={remat!r}: expected one of {', '.join(get_args(Remat))}")
         if loss_chunk is not None and loss_chunk < 1:
             raise ValueError(f"loss_chunk={loss_chunk}: expected at least 1 token, or None for all")
+        if scan_layers and config.num_layers % config.layer_period:
+            raise ValueError(
+                f"scan_layers={scan_layers}: num_layers={config.num_layers} is not a multiple of"
+                f" full_attention_period={config.full_attention_period}, whose layers are an"
+                " iteration; choose 0"
+            )
         layers, options = _layers_and_options(implementation, fp8, fp8_layers)
         options |= dict(axis_name=axis_name, dtype=dtype, kernel_init=_kernel_init, rngs=rngs)
         self.freezes = training is not None and training.freezes
@@ -336,17 +357,17 @@ class Llama(nnx.Module):
             eager_sharding=False,
         )
 
-        def block(rngs: nnx.Rngs | Keys) -> Block:
+        def block(rngs: nnx.Rngs | Keys, layer: int = 0) -> Block:
             own: dict[str, Any] = {"key_value_copies": key_value_copies, "attention": attention}
             own["context"] = self.context
-            own |= {"experts": placement, **options, "rngs": rngs}
+            own |= {"experts": placement, "layer": layer, **options, "rngs": rngs}
             return Block(config, layers, **own)
 
         count = config.num_layers
         if scan_layers:
             self.layers = stack_blocks(block, count, rngs)
         else:
-            self.layers = nnx.List([block(rngs) for _ in range(count)])
+            self.layers = nnx.List([block(rngs, layer) for layer in range(count)])
         self.norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.head = (
             None
@@ -486,21 +507,24 @@ class Llama(nnx.Module):
         graph = nnx.graphdef(block)
 
         def apply(
-            weights: nnx.State, x: Stream, documents: Documents | None, key: Any = None
+            kind: int, weights: nnx.State, x: Stream, documents: Documents | None, key: Any = None
         ) -> Stream:
             block: Any = nnx.merge(graph, weights)
+            block.attention.window = self.config.window_of(kind)
             set_dropout(block, key)
             y, statistics = block(x[0], documents)
             return y, with_statistics_of(x[1], statistics)
 
-        # All blocks have the same graph, so one function is traced once for all of them.
-        apply = rematerialize(apply, self.remat)
+        # All blocks have the same graph but for their window, so one function is traced once for
+        # all of a kind.
+        kinds = range(self.config.layer_period)
+        funs = [rematerialize(functools.partial(apply, kind), self.remat) for kind in kinds]
         loop, own = self._loop(parameters)
         others = None if gathered is None else self._loop(gathered)[1]
         if self.freezes:
             # JAX's own derivative computes nothing for what is not differentiated. Keys are
             # arguments, so what is computed again has the same masks.
-            x = loop.applied(apply, own, _keys(dropout_key, loop.count), x, documents)
+            x = loop.applied(funs, own, _keys(dropout_key, loop.count), x, documents)
             return x, self._weights(last, gathered)
         if self.scan_layers or use is not None:
             waiting: dict[str, Any] = {}
@@ -508,23 +532,24 @@ class Llama(nnx.Module):
                 before = None if gathered is None else _select(gathered, *names)
                 waiting = {"last": last, "gathered_last": before}
             use = use or Unchanged()
-            x, weights = apply_blocks(apply, use, loop, own, others, x, documents, **waiting)
+            x, weights = apply_blocks(funs, use, loop, own, others, x, documents, **waiting)
             if gathers_blocks:
                 return x, weights
         else:
-            apply_block = jax.jit(apply)
+            funs = [jax.jit(fun) for fun in funs]
             for number in range(self.num_layers):
                 whole = None if others is None else others[number]
-                x = apply_block(self._weights(own[number], whole), x, documents)
+                x = funs[number % len(funs)](self._weights(own[number], whole), x, documents)
         # Else a head that has its own weight_axis_name gathers it.
         return x, self._weights(last, gathered, whole=self.loss_chunk is not None)
 
     def _loop(self, state: nnx.State) -> tuple[BlockLoop, Any]:
         """The loop over blocks, and the parameters of the blocks as it takes them."""
         blocks: Any = state["layers"]
+        count, period = self.num_layers, self.config.layer_period
         if self.scan_layers:
-            return Scanned(self.num_layers, self.scan_layers), blocks
-        return Unrolled(self.num_layers), [blocks[number] for number in range(self.num_layers)]
+            return Scanned(count, self.scan_layers, period), blocks
+        return Unrolled(count, period), [blocks[number] for number in range(count)]
 
     def loss(
         self,
