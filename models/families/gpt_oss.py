@@ -18,6 +18,7 @@ from models.families.config_keys import (
     TOKENS,
     ConfigValues,
     Key,
+    Kind,
     merged,
     numbers,
     or_null,
@@ -68,6 +69,7 @@ def _gpt_oss(layers: int, experts: int) -> LlamaConfig:
     )  # fmt: skip
 
 
+_DECIMAL = Kind("a number with a decimal point", lambda value: isinstance(value, float))
 _KEYS = merged(
     COMMON_KEYS,
     *EXPERT_KEYS,
@@ -76,8 +78,8 @@ _KEYS = merged(
     Key("intermediate_size", SIZE, 2880),
     Key("num_hidden_layers", LAYERS, 36),
     Key("num_attention_heads", SIZE, 64),
-    Key("num_key_value_heads", or_null(SIZE), 8),
-    Key("head_dim", or_null(SIZE), 64),
+    Key("num_key_value_heads", SIZE, 8),
+    Key("head_dim", SIZE, 64),
     Key("max_position_embeddings", SIZE, 131_072),
     Key("rms_norm_eps", EPSILON, 1e-5),
     Key("rope_theta", numbers(1), 150_000.0),
@@ -86,8 +88,8 @@ _KEYS = merged(
     Key("layer_types", or_null(TEXTS), None),
     Key("num_local_experts", SIZE, 128),
     Key("num_experts_per_tok", SIZE, 4),
-    Key("swiglu_alpha", numbers(0), 1.702, supported=(1.702,)),
-    Key("swiglu_limit", numbers(0), 7.0, supported=(7.0,)),
+    Key("swiglu_alpha", _DECIMAL, 1.702, supported=(1.702,)),
+    Key("swiglu_limit", _DECIMAL, 7.0, supported=(7.0,)),
     # Hugging Face's library does not read these two, of which it has other names.
     Key("experts_per_token", or_null(SIZE), None),
     Key("initial_context_length", or_null(SIZE), None),

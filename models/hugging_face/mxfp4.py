@@ -71,6 +71,6 @@ class Mxfp4Tensor:
         scales = np.asarray(self._scales[experts, columns, blocks]).astype(np.int32) - _BIAS
         halves = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], _BLOCK)
         numbers = np.ldexp(_NUMBERS[halves], scales[..., None]).astype(ml_dtypes.bfloat16)
-        numbers = numbers.reshape(*numbers.shape[:2], -1)
+        numbers = numbers.reshape(*numbers.shape[:2], numbers.shape[2] * _BLOCK)
         own = slice(rows.start - first * _BLOCK, rows.stop - first * _BLOCK)
         return np.swapaxes(numbers[:, :, own], 1, 2)
