@@ -203,9 +203,8 @@ class ExpertMLP(nnx.Module):
         self.router = Router(in_features, experts, choices, **initial, **router)
         ws = _initial_weights(self.sizes, self.axes.weight_specs, **initial)
         self.w_gate, self.w_up, self.w_down = ws
-        self.b_gate, self.b_up, self.b_down = _initial_biases(
-            self.sizes, self.axes.bias_specs, param_dtype if use_bias else None
-        )
+        own = _initial_biases(self.sizes, self.axes.bias_specs, param_dtype if use_bias else None)
+        self.b_gate, self.b_up, self.b_down = own
         layer_checks.shared_expert(shared_features, shared_gate, activation)
         self.shared: SharedExpert | None = nnx.data(None)
         if shared_features:

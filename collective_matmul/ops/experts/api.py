@@ -114,20 +114,13 @@ def expert_mlp(
     used = names if hidden_axis is None else (*names, hidden_axis)
     weight_axis = checks.other_axis(weight_axis_name, "weight_axis_name", used)
     checks.arrays(x=x, expert_ids=expert_ids, expert_weights=expert_weights)
-    checks.arrays(w_gate=w_gate, w_up=w_up, w_down=w_down)
     checks.routing(x, expert_ids, expert_weights)
-    ws = ExpertWeights(w_gate, w_up, w_down)
-    shards = 1 if weight_axis is None else devices_of((weight_axis,))
+    ws, biases = ExpertWeights(w_gate, w_up, w_down), ExpertBiases(b_gate, b_up, b_down)
     dimension = checks.weight_dimension(weight_dimension)
-    checks.weights(x, ws, shards, dimension, sharded=weight_axis is not None)
-    local = w_gate.shape[0] * (shards if dimension == 0 else 1)
-    hidden = w_gate.shape[2] * (shards if dimension == 2 else 1)
-    biases = ExpertBiases(b_gate, b_up, b_down)
-    checks.biases(biases, (local, x.shape[1], hidden))
     call = ExpertCall(
         axis_names=names,
         all_axes=checks.in_mesh_order(used),
-        experts=local * devices_of(names),
+        experts=_local_experts(x, ws, biases, weight_axis, dimension) * devices_of(names),
         activation=checks.activation(activation),
         recompute_hidden=checks.recompute_hidden(recompute_hidden),
         format=checks.fp8(fp8, x),
@@ -145,6 +138,20 @@ def expert_mlp(
     x, weights, ws, biases, ids = pvary_all(axes, (x, weights, ws, biases, ids))
     biases = biases._replace(down=added_once(biases.down, hidden_axis))
     return checkpoint_name(_routed(x, weights, ws, biases, ids, call), CHECKPOINT_NAME)
+
+
+def _local_experts(
+    x: jax.Array, ws: ExpertWeights, biases: ExpertBiases, weight_axis: str | None, dimension: int
+) -> int:
+    """The number of this device's experts, whose weights and biases are checked."""
+    checks.arrays(w_gate=ws.gate, w_up=ws.up, w_down=ws.down)
+    shards = 1 if weight_axis is None else devices_of((weight_axis,))
+    checks.weights(x, ws, shards, dimension, sharded=weight_axis is not None)
+    experts, _, hidden = (
+        size * (shards if place == dimension else 1) for place, size in enumerate(ws.gate.shape)
+    )
+    checks.biases(biases, (experts, x.shape[1], hidden))
+    return experts
 
 
 def _routed(

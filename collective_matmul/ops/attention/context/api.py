@@ -128,9 +128,7 @@ def context_attention(
         source=calling_location(),
         transport=transport_over(names),
     )
-    ids = None
-    if segments is not None and segment_ids is not None:
-        ids = jnp.asarray(segment_ids, jnp.int32)
+    ids = None if segments is None or segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
     operands = SequenceShard(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), ids)
     operands, sinks = pvary_all(names, (operands, sinks))
     return attention_over_devices(operands, sinks, request, BACKENDS.requested(implementation))
