@@ -5,7 +5,7 @@ Legend: T tokens, h features, E experts, k choices of a token.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +49,11 @@ class BalancingBias(nnx.Variable[jax.Array]):
 
 
 class RouterParameters(NamedTuple):
-    """The arrays of a router; see `Router`."""
+    """The arrays of a router, or their specs; see `Router`."""
 
-    kernel: jax.Array
-    bias: jax.Array | None = None
-    logit_bias: jax.Array | None = None
+    kernel: Any
+    bias: Any = None
+    logit_bias: Any = None
 
 
 class RouterDecision(NamedTuple):

@@ -67,7 +67,7 @@ def mesh(make_mesh: MeshFactory) -> Mesh:
     return make_mesh({"fsdp": 2, "tensor": 2})
 
 
-def experts(*, of_gpt_oss: bool = False, **options: Any) -> ExpertMLP:
+def experts(*, of_gpt_oss: Any = False, **options: Any) -> ExpertMLP:
     """A layer; that of gpt-oss has biases that matter."""
     if of_gpt_oss:
         options |= dict(activation="gpt_oss", use_bias=True, logit_bias=True)

@@ -113,16 +113,18 @@ class Case:
         expert, hidden, fsdp = has("expert"), has("hidden"), has("fsdp")
         tokens, into = P(tuple(self.axes)), P(expert, fsdp, hidden)
         down = P(expert, tuple(a for a in (hidden, fsdp) if a) or None)
-        specs = Values(tokens, tokens, into, into, down, *[P(expert, hidden)] * 2, P(expert))
+        biases = P(expert, hidden), P(expert, hidden), P(expert)
+        specs = Values(tokens, tokens, into, into, down, *biases)
         specs = specs._replace(**{name: None for name in self.without})
 
         def local(values: Values, ids: jax.Array) -> jax.Array:
-            x, weights, *ws, b_gate, b_up, b_down = values
-            biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+            x, weights, w_gate, w_up, w_down, *biases = values
+            b_gate, b_up, b_down = biases
             return expert_mlp(
-                x, ids, weights, *ws, expert or (), hidden_axis_name=hidden, weight_axis_name=fsdp,
+                x, ids, weights, w_gate, w_up, w_down, expert or (), b_gate=b_gate, b_up=b_up,
+                b_down=b_down, hidden_axis_name=hidden, weight_axis_name=fsdp,
                 activation=self.activation, implementation=self.implementation,
-                grouped_implementation=self.grouped, **biases, **self.options,
+                grouped_implementation=self.grouped, **self.options,
             )  # fmt: skip
 
         return jax.shard_map(
@@ -149,13 +151,15 @@ def activation(name: str, g: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, ...
 
 def reference(values: Values, ids: np.ndarray, dy: np.ndarray, name: str) -> tuple[Any, Any]:
     """The result and gradients, and the magnitudes that errors are relative to."""
-    outcome = [None if a is None else np.zeros(a.shape) for a in (values.x, *values)]
-    size = [None if a is None else np.zeros(a.shape) for a in (values.x, *values)]
+    outcome, size = (
+        [None if a is None else np.zeros(a.shape) for a in (values.x, *values)] for _ in range(2)
+    )
 
     def add(place: int, index: Any, term: np.ndarray, magnitude: np.ndarray) -> None:
-        if outcome[place] is not None:
-            outcome[place][index] += term
-            size[place][index] += magnitude + 1e-30
+        total, bound = outcome[place], size[place]
+        if total is not None and bound is not None:
+            total[index] += term
+            bound[index] += magnitude
 
     zero = lambda b, e: 0 if b is None else b[e]  # noqa: E731
     for t, j in np.ndindex(*ids.shape):

@@ -56,8 +56,8 @@ def attention_over_devices(
 def _forward(
     operands: SequenceShard, sinks: jax.Array | None, request: ContextRequest, requested: Requested
 ) -> tuple[jax.Array, jax.Array]:
-    *operands, sinks = _once_differentiable(*operands, sinks)
-    results = _chosen(request, requested).forward(request, SequenceShard(*operands))
+    *arrays, sinks = _once_differentiable(*operands, sinks)
+    results = _chosen(request, requested).forward(request, SequenceShard(*arrays))
     return with_sinks(*results, sinks)
 
 
