@@ -262,7 +262,7 @@ def test_the_activation_lowers_for_cuda() -> None:
 
         def fun(x: jax.Array, *ws: jax.Array) -> jax.Array:
             return expert_mlp(
-                x, ids, values.weights, *ws, (), activation="gpt_oss",
+                x, ids, values.weights, *ws, axis_name=(), activation="gpt_oss",
                 grouped_implementation="triton", **biases,
             )  # fmt: skip
 
