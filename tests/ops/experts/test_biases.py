@@ -258,7 +258,8 @@ def test_the_activation_lowers_for_cuda() -> None:
     values, ids, dy = Case({"expert": 1}).draw()
 
     def program(values: Values, dy: jax.Array) -> Any:
-        ws, biases = values[2:5], dict(zip(("b_gate", "b_up", "b_down"), values[5:], strict=True))
+        ws: Any = values[2:5]
+        biases: dict[str, Any] = dict(zip(("b_gate", "b_up", "b_down"), values[5:], strict=True))
 
         def fun(x: jax.Array, *ws: jax.Array) -> jax.Array:
             return expert_mlp(
