@@ -257,13 +257,13 @@ def test_the_activation_lowers_for_cuda() -> None:
     """In the kernels that compute it, and its gradient, from rows."""
     values, ids, dy = Case({"expert": 1}).draw()
 
-    def program(values: Values, dy: jax.Array) -> Any:
+    def program(values: Values, dy: Any) -> Any:
         ws: Any = values[2:5]
         biases: dict[str, Any] = dict(zip(("b_gate", "b_up", "b_down"), values[5:], strict=True))
 
-        def fun(x: jax.Array, *ws: jax.Array) -> jax.Array:
+        def fun(x: Any, *ws: Any) -> jax.Array:
             return expert_mlp(
-                x, ids, values.weights, *ws, axis_name=(), activation="gpt_oss",
+                x, jnp.asarray(ids), values.weights, *ws, axis_name=(), activation="gpt_oss",
                 grouped_implementation="triton", **biases,
             )  # fmt: skip
 
