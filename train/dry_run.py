@@ -101,8 +101,12 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
 
     if sizes.context == 1:  # Else it is one of the ops of the table below.
         alone = " of whole sequences" if config.separate_documents or config.chat else ""
-        line = f"attention of each layer{alone}: {attention_of(config, sizes, mesh)}"
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        for number in range(config.model.layer_period):
+            kind = f"layer {number} of {config.model.layer_period}"
+            which = "each layer" if config.model.layer_period == 1 else kind
+            window = config.model.window_of(number)
+            line = f"attention of {which}{alone}: {attention_of(config, sizes, mesh, window)}"
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
     step = sharded_step(config, model, optimizer, mesh)
     where = "here" if gpu is None else f"on {gpu.device.device_kind}"
     lines = [f"one step {where}, with the number of times that each op runs:"]
@@ -114,8 +118,10 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def attention_of(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> AttentionDecision:
-    """The kernel of attention, and why; for a sequence of one document."""
+def attention_of(
+    config: Config, sizes: MeshSizes, mesh: AbstractMesh, window: int | None
+) -> AttentionDecision:
+    """The kernel of attention with a sliding window, and why; for a sequence of one document."""
     model, dtype = config.model, config.compute_dtype
     groups = sizes.data * sizes.fsdp * config.gradient_accumulation_steps
     tokens = config.batch_size // groups, config.sequence_length
@@ -128,7 +134,7 @@ def attention_of(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> Attent
         return explain_attention(
             query,
             key,
-            window=model.sliding_window,
+            window=window,
             implementation=None if config.attention == "auto" else config.attention,
         )
 

@@ -24,6 +24,19 @@ def is_expert(name: str) -> bool:
     return "experts.w_" in name
 
 
+def is_expert_bias(name: str) -> bool:
+    """Whether a parameter has the biases of experts: [..., experts, features]."""
+    return "experts.b_" in name
+
+
+def expert_dimension(name: str) -> int | None:
+    """The dimension of a parameter that counts experts, from the end; None without one.
+
+    Devices that it is divided over have different experts, which stay where they are.
+    """
+    return -3 if is_expert(name) else -2 if is_expert_bias(name) else None
+
+
 def expert_axes(config: Config) -> tuple[str, ...]:
     """The axes that divide experts, outermost first; none for a model without experts."""
     return () if config.model.num_experts is None else _AXES[config.expert_axes]
