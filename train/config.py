@@ -266,8 +266,15 @@ class Config:
     """Print the configuration as JSON and stop."""
     dry_run: bool = False
     """Print bytes per device and the collective matmuls, and stop; the mesh may have any size."""
+    plan: bool = False
+    """Print the fastest meshes, --zero, --remat and microbatches that fit --devices, with their
+    predicted step times, and stop. Flags that differ from the preset's are kept."""
     device: Literal["H200", "H100", "A100"] | None = None
-    """GPU that a dry run predicts for; default: those of this machine, or H200."""
+    """GPU that a plan or a dry run predicts for; default: those of this machine, or H200."""
+    devices: int | None = None
+    """Number of GPUs that a plan is for; default: those of this machine."""
+    plan_network: float = 50.0
+    """GB/s that each GPU sends to other nodes, for predicted step times."""
 
     def __post_init__(self) -> None:
         if self.resume_step is not None:

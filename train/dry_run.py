@@ -21,6 +21,8 @@ from train.mesh import make_abstract_mesh
 from train.metrics import Device
 from train.muon import describe_muon
 from train.optimizer import make_optimizer
+from train.plan.communication import GPUS_OF_A_NODE
+from train.plan.run import predict_run
 from train.state import ModelFunctions, describe_trained, state_on_mesh
 from train.step import sharded_step
 from train.zero import describe_zero
@@ -49,10 +51,6 @@ GPUS = {
         "times on an A100 are estimated from its data sheet, for xla and rings; none was measured",
     ),
 }
-
-
-#: A process has the GPUs of a node.
-GPUS_OF_A_NODE = 8
 
 
 def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
@@ -110,8 +108,21 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         lines.insert(0, gpu.remark)
     explained = explain(step, peer_kernels=False)
     lines.append(str(explained(state, abstract_batch(config, config.batch_size))))
+    kind = jax.local_devices()[0].device_kind if gpu is None else gpu.device.device_kind
+    lines.append(describe_prediction(config, sizes, kind, mesh))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def describe_prediction(
+    config: Config, sizes: MeshSizes, device_kind: str, mesh: AbstractMesh
+) -> str:
+    """The predicted time of a step, or why there is none."""
+    try:
+        kernel = attention_of(config, sizes, mesh).implementation
+        return str(predict_run(config, sizes, device_kind, kernel))
+    except ValueError as error:
+        return str(error)
 
 
 def attention_of(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> AttentionDecision:

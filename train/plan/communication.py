@@ -20,7 +20,7 @@ from train.plan.shapes import Linear, Shapes
 
 #: GPUs that NVLink joins, and that a process has.
 GPUS_OF_A_NODE = 8
-#: The share of a copy's time that rings of weights, of experts and of keys lose though they hide it.
+#: The share of a copy's time that rings of weights, experts and keys lose though they hide it.
 _RING_LOSS = 0.1
 
 

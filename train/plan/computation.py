@@ -175,7 +175,9 @@ class Computation:
         local, rows = shapes.local_rows, shapes.rows
         heads = _ROTARY_ARRAYS * (3 if model.query_key_norm else 1)
         block = _NORM_AND_RESIDUAL_ARRAYS * local * model.features
-        block += heads * rows * sum(shapes.attention_columns) + _SWIGLU_ARRAYS * rows * shapes.hidden
+        block += (
+            heads * rows * sum(shapes.attention_columns) + _SWIGLU_ARRAYS * rows * shapes.hidden
+        )
         block *= 1 if config.remat == "none" else 1 + _FORWARD_SHARE
         others = _EMBEDDING_ARRAYS * local * model.features
         others += _LOSS_ARRAYS * rows * shapes.vocabulary

@@ -175,7 +175,10 @@ class _Step:
         shapes, activations = self.shapes, block_activations(self.shapes)
         layers = shapes.model.num_layers
         rest = self.gradients * (1 - self.table / self.all_weights) * (1 - 1 / layers)
-        own = self.width * shapes.block_weights + 4 * shapes.expert_weights
+        # Gradients of experts that are not sharded further are float32 at once.
+        is_gathered = shapes.expert_shards > 1
+        own = self.width * shapes.block_weights
+        own += (self.width if is_gathered else 4) * shapes.expert_weights
         weights = self.weights if self.accumulates else self.weights / layers
         used = activations.saved + activations.recomputed + activations.temporary
         return _Moment(weights + self.block, self.sums + rest + own, used + 4 * self.stream)

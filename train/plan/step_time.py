@@ -71,6 +71,15 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.{1 if seconds < 0.0995 else 0}f} ms"
 
 
+def unpredicted_reason(config: Config, device_kind: str) -> str | None:
+    """Why no step time is predicted, or None."""
+    if device_kind not in RATES:
+        return f"no rates of {device_kind} are known"
+    if config.lora.rank or config.freeze:
+        return "rates are those of runs that train all parameters"
+    return None
+
+
 def predict(
     config: Config,
     sizes: MeshSizes,
@@ -137,6 +146,10 @@ def _extrapolated(config: Config, sizes: MeshSizes, device_kind: str, network_by
         reasons.append("steps were measured on up to 4 GPUs")
     if "A100" in device_kind:
         reasons.append("rates of A100 are its data sheet's")
-    if config.optimizer.kind != "adamw" or config.lora.rank or config.freeze:
-        reasons.append("AdamW of all parameters was measured")
+    if config.optimizer.kind != "adamw":
+        reasons.append("steps were measured with AdamW")
+    if config.compute_dtype != "bfloat16":
+        reasons.append("steps were measured in bfloat16")
+    if config.separate_documents or config.chat:
+        reasons.append("as if each sequence were one document")
     return "; ".join(reasons)
