@@ -1,13 +1,14 @@
 """The configurations that a number of GPUs may run, those that fit, and why the others do not.
 
-Flags that differ from the preset's are kept. Everything else that changes no number of the model is
-free: the mesh, the ZeRO level, what is recomputed, the loop over layers, and microbatches. The batch
-is one for all configurations, so that their speeds compare.
+Flags that differ from the preset's are kept. Everything else that changes no number of the model
+is free: the mesh, the ZeRO level, what is recomputed, the loop over layers, and microbatches. The
+batch is one for all configurations, so that their speeds compare.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from models.rematerialization import Remat
 from train.config import Config, MeshConfig, MeshSizes, Zero
 from train.config_checks import check
 from train.plan.communication import GPUS_OF_A_NODE
-from train.plan.memory import MemoryEstimate, predict_memory
+from train.plan.memory_estimate import MemoryEstimate, predict_memory
 from train.plan.step_time import NETWORK_BYTES, Prediction, predict
 from train.presets import PRESETS
 
@@ -165,31 +166,26 @@ def _shardings(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:
 
 
 def _fitting(config: Config, sizes: MeshSizes, machine: Machine, plan: Plan) -> Iterator[Candidate]:
-    """The fastest number of microbatches that fits, with each kind of remat and loop."""
-    groups = sizes.data * sizes.fsdp
-    only = (
-        0 if is_free(config, "gradient_accumulation_steps") else config.gradient_accumulation_steps
-    )
-    counts = _divisors(config.batch_size // groups, only)
+    """What fits of all kinds of remat, loops and numbers of microbatches."""
+    options = {"network_bytes": machine.network_bytes, "attention": machine.attention}
+    for changes in _microbatches_and_remat(config, sizes):
+        changed = dataclasses.replace(config, **changes)
+        memory = predict_memory(changed, sizes)
+        if memory.total > machine.limit:
+            plan.refuse(*_too_large(changed, sizes, memory, machine))
+            continue
+        prediction = predict(changed, sizes, machine.device_kind, **options)
+        yield Candidate(changed, sizes, memory, prediction)
+
+
+def _microbatches_and_remat(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:
+    steps = config.gradient_accumulation_steps
+    only = 0 if is_free(config, "gradient_accumulation_steps") else steps
     loops = (0, 1) if is_free(config, "scan_layers") else (config.scan_layers,)
     levels = get_args(Remat) if is_free(config, "remat") else (config.remat,)
-    for remat in levels:
-        for scan in loops:
-            for count in counts:  # More microbatches take less memory, and longer.
-                changed = dataclasses.replace(
-                    config, remat=remat, scan_layers=scan, gradient_accumulation_steps=count
-                )
-                memory = predict_memory(changed, sizes)
-                if memory.total <= machine.limit:
-                    options = {
-                        "network_bytes": machine.network_bytes,
-                        "attention": machine.attention,
-                    }
-                    prediction = predict(changed, sizes, machine.device_kind, **options)
-                    yield Candidate(changed, sizes, memory, prediction)
-                    break
-                reason, example = _too_large(changed, sizes, memory, machine)
-                plan.refuse(reason, example)
+    for remat, scan in itertools.product(levels, loops):
+        for count in _divisors(config.batch_size // (sizes.data * sizes.fsdp), only):
+            yield {"remat": remat, "scan_layers": scan, "gradient_accumulation_steps": count}
 
 
 def _too_large(

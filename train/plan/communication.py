@@ -22,9 +22,11 @@ from train.plan.shapes import Linear, Shapes
 GPUS_OF_A_NODE = 8
 #: The share of a copy's time that rings of weights, experts and keys lose though they hide it.
 _RING_LOSS = 0.1
+#: Values of `Config.overlap` that leave all collective matmuls to XLA.
+_WITHOUT_RINGS = ("xla",)
 
 
-class _Group(NamedTuple):
+class _WeightGroup(NamedTuple):
     """Weights that are sharded alike, and used alike.
 
     Attributes:
@@ -112,7 +114,7 @@ class Communication:
         collective = arrays * rates.collective_seconds
         # Beside a step's passes the GPU clocks higher, so links set the time, not NCCL's kernels.
         collective += steps * chunk / min(rates.link_bytes, self.bandwidth(devices, 1, copies=True))
-        if devices > GPUS_OF_A_NODE or shapes.config.overlap == "xla":
+        if devices > GPUS_OF_A_NODE or shapes.config.overlap in _WITHOUT_RINGS:
             return collective
         wait = max(0.0, chunk / rates.link_bytes - matmul / devices) + arrays * rates.copy_seconds
         ring = steps * (wait + 1.5 * chunk / rates.memory_bytes)
@@ -122,7 +124,7 @@ class Communication:
     # Over the axes of replicas and shards.
 
     @functools.cached_property
-    def _groups(self) -> list[_Group]:
+    def _groups(self) -> list[_WeightGroup]:
         """Blocks without experts, the vocabulary, experts."""
         shapes, sizes, computation = self.shapes, self.shapes.sizes, self.computation
         layers, others = shapes.model.num_layers, sizes.data * sizes.weight_shards
@@ -135,21 +137,21 @@ class Communication:
         # Copies in 8 bits are of one axis.
         in_8_bits = any(linear.fp8 for linear in shapes.block) and sizes.context == 1
         groups = [
-            _Group(layers * shapes.block_weights, *dense, *under, in_8_bits),
-            _Group(shapes.vocabulary_weights, *dense, head, computation.head - head),
+            _WeightGroup(layers * shapes.block_weights, *dense, *under, in_8_bits),
+            _WeightGroup(shapes.vocabulary_weights, *dense, head, computation.head - head),
         ]
         if shapes.expert_weights:
             shards = shapes.expert_shards
             apart = sizes.fsdp if "fsdp" in expert_axes(shapes.config) else 1
             own = shards, shapes.zero if shards > 1 else 0, others // shards // apart
-            groups.append(_Group(shapes.all_expert_weights, *own, *under))
+            groups.append(_WeightGroup(shapes.all_expert_weights, *own, *under))
         return groups
 
     def weights(self) -> float:
         """Seconds that gathers of weights add to a step."""
         return sum(self._gathers(group) for group in self._groups if group.zero)
 
-    def _gathers(self, group: _Group) -> float:
+    def _gathers(self, group: _WeightGroup) -> float:
         shapes = self.shapes
         sent = (group.shards - 1) / group.shards * group.weights
         bandwidth = self.bandwidth(group.shards, shapes.sizes.tensor)
@@ -166,7 +168,7 @@ class Communication:
         launches = 2 * shapes.model.num_layers * self.rates.collective_seconds
         return times * (delays + launches)
 
-    def _ring(self, group: _Group, compute: float) -> float:
+    def _ring(self, group: _WeightGroup, compute: float) -> float:
         """Seconds that rings of all shards add to matmuls that compute so long."""
         share = (group.shards - 1) / group.shards
         travels = share * group.weights * self.computation.width / self.rates.link_bytes
@@ -176,7 +178,7 @@ class Communication:
         """Seconds that sums of gradients add to a step."""
         return sum(self._sums(group) for group in self._groups)
 
-    def _sums(self, group: _Group) -> float:
+    def _sums(self, group: _WeightGroup) -> float:
         shapes, width = self.shapes, np.dtype(self.shapes.config.gradient_dtype).itemsize
         count, tensor = shapes.microbatches, shapes.sizes.tensor
         sent = (group.shards - 1) / group.shards * group.weights
