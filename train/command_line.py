@@ -20,16 +20,17 @@ from train.checkpoint import SaveError
 from train.config import Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
 from train.context import describe_context
-from train.dry_run import attention_of, dry_run
+from train.dry_run import attention_of, device_kind_of, dry_run
 from train.evaluate_only import evaluate_only
 from train.evaluation import evaluated_sequences
 from train.experts import describe_experts
 from train.initial_weights import with_model_of
 from train.loop import NonFiniteError, train
 from train.loss_chunks import describe_loss_chunks
-from train.mesh import mesh_sizes
 from train.metrics import Record
 from train.muon import describe_muon
+from train.plan.communication import GPUS_OF_A_NODE
+from train.plan.mesh_choice import planned_mesh_sizes
 from train.plan.run import describe_step_time, predict_run
 from train.plan.step_time import unpredicted_reason
 from train.plan.table import CHOSEN, print_plan
@@ -58,7 +59,9 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
             return
         if config.dry_run:
             config = with_model_of(config)
-            dry_run(config, mesh_sizes(config, _any_number(config)), Console())
+            devices, kind = _any_number(config), device_kind_of(config)
+            sizes = planned_mesh_sizes(config, devices, min(devices, GPUS_OF_A_NODE), kind)
+            dry_run(config, sizes, Console())
             return
         stack.enter_context(connected(config.distributed))
         console = Console(quiet=not is_first())

@@ -71,7 +71,8 @@ class MeshConfig:
     """Number of devices that --zero shards weights over, each with sequences of its own; 0: one,
     with --zero as many as the remaining devices allow."""
     tensor: int = 0
-    """Number of devices that share one copy and each sequence; 0: as many as divide the model."""
+    """Number of devices that share one copy and each sequence; 0: on known GPUs the number with the
+    shortest predicted step, else as many as divide the model."""
     context: int = 1
     """Number of parts of each sequence, for long ones: devices with different tokens, which attend
     to each other's. --zero shards weights over them too. 0 and 1: sequences are whole."""

@@ -108,10 +108,16 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         lines.insert(0, gpu.remark)
     explained = explain(step, peer_kernels=False)
     lines.append(str(explained(state, abstract_batch(config, config.batch_size))))
-    kind = jax.local_devices()[0].device_kind if gpu is None else gpu.device.device_kind
-    lines.append(describe_prediction(config, sizes, kind, mesh))
+    lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def device_kind_of(config: Config) -> str:
+    """JAX's name of the GPU that a dry run predicts for."""
+    if config.device is None and jax.default_backend() == "gpu":
+        return jax.local_devices()[0].device_kind
+    return GPUS[config.device or "H200"].device.device_kind
 
 
 def describe_prediction(

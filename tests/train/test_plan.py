@@ -10,6 +10,7 @@ import dataclasses
 import re
 import shlex
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,10 +19,13 @@ from train.config import Config, MeshConfig, MeshSizes
 from train.config_checks import check
 from train.dry_run import GPUS
 from train.memory import memory_of
-from train.mesh import make_abstract_mesh
+from train.mesh import make_abstract_mesh, mesh_sizes
 from train.metrics import Record
+from train.plan import mesh_choice
 from train.plan.candidates import Machine, Plan, make_plan
 from train.plan.memory_estimate import predict_memory
+from train.plan.mesh_choice import SAVED_SIZES, planned_mesh_sizes
+from train.plan.rates import RATES
 from train.plan.run import describe_step_time, predict_run
 from train.plan.step_time import predict
 from train.presets import PRESETS
@@ -240,3 +244,39 @@ def test_predicted_beside_measured() -> None:
     assert "measured 1,500 ms" in describe_step_time(prediction, [record(1.5)])
     with pytest.raises(ValueError, match="no rates of cpu"):
         predict_run(run, TENSOR, "cpu", "cudnn")
+
+
+def test_a_tensor_axis_of_0_takes_the_fastest_size_that_fits() -> None:
+    run = config(zero=3)
+    assert planned_mesh_sizes(run, 8, 8, H100) == MeshSizes(fsdp=8)
+    assert planned_mesh_sizes(run, 8, 8, "cpu") == mesh_sizes(run, 8, 8) == MeshSizes(tensor=8)
+    # Fewer sequences than devices: the batch does not divide a longer fsdp axis.
+    four = dataclasses.replace(run, batch_size=4)
+    assert planned_mesh_sizes(four, 8, 8, H100) == MeshSizes(fsdp=4, tensor=2)
+    # What replicates its state fits with fewer replicas alone.
+    assert planned_mesh_sizes(config(), 8, 8, H100) == MeshSizes(data=2, tensor=4)
+    asked = dataclasses.replace(run, mesh=MeshConfig(tensor=4))
+    assert planned_mesh_sizes(asked, 8, 8, H100) == MeshSizes(fsdp=2, tensor=4)
+    assert planned_mesh_sizes(config("llama3-405b"), 8, 8, H100) == MeshSizes(tensor=8)
+
+
+def test_a_resumed_run_keeps_its_mesh(monkeypatch) -> None:
+    saved = {SAVED_SIZES: MeshSizes(fsdp=2, tensor=4)._asdict()}
+
+    def found(path: str) -> SimpleNamespace:
+        assert path == "run"
+        return SimpleNamespace(configuration=lambda: saved)
+
+    monkeypatch.setattr(mesh_choice, "find_checkpoint", found)
+    run = config(zero=3, checkpoint_dir="run", resume=True)
+    assert planned_mesh_sizes(run, 8, 8, H100) == MeshSizes(fsdp=2, tensor=4)
+    # Other numbers of devices, a run that begins, and flags have a mesh of their own.
+    assert planned_mesh_sizes(run, 4, 4, H200) != MeshSizes(fsdp=2, tensor=4)
+    begins = dataclasses.replace(run, resume=False)
+    assert planned_mesh_sizes(begins, 8, 8, H100) == MeshSizes(fsdp=8)
+    asked = dataclasses.replace(run, mesh=MeshConfig(tensor=2))
+    assert planned_mesh_sizes(asked, 8, 8, H100) == MeshSizes(fsdp=4, tensor=2)
+
+
+def test_every_gpu_of_a_dry_run_has_rates() -> None:
+    assert {gpu.device.device_kind for gpu in GPUS.values()} == RATES.keys()
