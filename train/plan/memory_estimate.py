@@ -130,7 +130,7 @@ class _Step:
         first of all."""
         shapes = self.shapes
         if shapes.zero == 3:
-            return 0.0
+            return self.copies_of_shards
         is_used_again = shapes.model.tied_head or self.accumulates
         numbers = self.all_weights - (0 if is_used_again else self.table)
         blocks = shapes.model.num_layers * shapes.block_weights
@@ -138,6 +138,15 @@ class _Step:
             # Copies in 8 bits take their place, which XLA makes once for both directions.
             return self.width * (numbers - blocks) + blocks
         return self.width * numbers
+
+    @property
+    def copies_of_shards(self) -> float:
+        """Bytes of the copies in 8 bits of the shards of blocks; recomputed forwards need both."""
+        shapes = self.shapes
+        if not shapes.config.fp8 or shapes.zero < 3 or shapes.sizes.context > 1:
+            return 0.0
+        blocks = shapes.model.num_layers * shapes.block_weights / shapes.weight_shards
+        return blocks * (1 if shapes.config.remat == "none" else 2)
 
     @property
     def block(self) -> float:
@@ -153,22 +162,24 @@ class _Step:
     def head(self) -> _Moment:
         """The backward of the head: all activations are there."""
         shapes, width = self.shapes, self.width
-        saved = shapes.model.num_layers * block_activations(shapes).saved
+        saved = shapes.model.num_layers * block_activations(shapes).saved + 4 * self.stream
         logits = width * shapes.logit_rows * shapes.vocabulary
         table = width * self.table
-        gradients, weights = self.sums, self.weights
-        sharded = shapes.zero == 3 and not shapes.model.tied_head
-        if sharded or self.accumulates or shapes.sizes.data > 1:
-            gradients += table
+        weights = self.weights
         if shapes.zero == 3:
-            weights = table + self.block
+            weights += table + self.block
+        own = 0.0  # The head's gradient, where it is not the last one that is used.
+        if (shapes.zero == 3 and not shapes.model.tied_head) or self.accumulates:
+            own = table
+        gradients = self.sums
         if shapes.config.scan_layers:  # The gradients of all blocks are one array.
             gradients += self.gradients * (1 - shapes.vocabulary_weights / self.all_weights)
             if shapes.zero == 3:  # The head's are sharded before the loop.
-                weights, gradients = 0.0, gradients + (2 / shapes.weight_shards - 1) * table
+                weights, own = self.weights, 2 * table / shapes.weight_shards
         if shapes.loss_is_in_chunks:  # Gradients of all tokens are collected.
             saved += self.stream
-        return _Moment(weights, gradients, saved + 4 * self.stream, logits)
+        # XLA does not write the gradient of the logits in their place, but has them both.
+        return _Moment(weights, gradients, saved, logits + max(logits, own))
 
     def first_block(self) -> _Moment:
         """The backward of the first block, the last one to run: most gradients are there."""
