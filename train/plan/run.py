@@ -8,7 +8,13 @@ from collections.abc import Sequence
 
 from train.config import Config, MeshSizes
 from train.metrics import Record
-from train.plan.step_time import Prediction, milliseconds, predict, unpredicted_reason
+from train.plan.step_time import (
+    Prediction,
+    milliseconds,
+    network_bytes_of,
+    predict,
+    unpredicted_reason,
+)
 
 
 def predict_run(config: Config, sizes: MeshSizes, device_kind: str, attention: str) -> Prediction:
@@ -26,7 +32,7 @@ def predict_run(config: Config, sizes: MeshSizes, device_kind: str, attention: s
     reason = unpredicted_reason(config, device_kind)
     if reason is not None:
         raise ValueError(f"no step time is predicted: {reason}")
-    network = config.plan_network * 1e9
+    network = network_bytes_of(config)
     config = dataclasses.replace(config, model=config.model.padded_for(sizes.tensor))
     return predict(config, sizes, device_kind, network_bytes=network, attention=attention)
 

@@ -23,7 +23,7 @@ from train.plan.candidates import (
     planned_batch_size,
 )
 from train.plan.rates import RATES
-from train.plan.step_time import milliseconds, unpredicted_reason
+from train.plan.step_time import milliseconds, network_bytes_of, unpredicted_reason
 
 _ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6
 #: Flags that a plan chooses, and those that ask for one: what its command does not repeat.
@@ -79,8 +79,7 @@ def machine_of(config: Config) -> Machine:
         raise ValueError("devices: expected the number of GPUs that the plan is for; add --devices")
     if config.devices is not None and config.devices < 1:
         raise ValueError(f"devices={config.devices}: expected at least 1")
-    if not config.plan_network > 0:
-        raise ValueError(f"plan_network={config.plan_network}: expected a positive number of GB/s")
+    network = network_bytes_of(config)
     if here:
         device = jax.local_devices()[0]
         kind, memory = device.device_kind, memory_limit(device)[0]
@@ -96,7 +95,7 @@ def machine_of(config: Config) -> Machine:
     alone = dataclasses.replace(config, batch_size=1, gradient_accumulation_steps=1)
     kernel = attention_of(alone, sizes, make_abstract_mesh(sizes, abstract)).implementation
     devices = config.devices or jax.device_count()
-    return Machine(devices, kind, memory, config.plan_network * 1e9, kernel)
+    return Machine(devices, kind, memory, network, kernel)
 
 
 def _in_8_bits(config: Config, machine: Machine) -> list[Candidate]:
