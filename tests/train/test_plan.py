@@ -88,7 +88,7 @@ def test_predictions_are_near_what_was_measured(name: str) -> None:
     [(FSDP, "fsdp", 4, 8192, 169.7), (TENSOR, "tensor", 2, 16384, 193.8)],
 )
 def test_predictions_for_experts(sizes, axes, sequences, length, measured) -> None:
-    """2026-11-26-train-experts-2-h100.md, which had the logits of all tokens at one time."""
+    """Of the report train-experts-2-h100, with the logits of all tokens at one time."""
     run = config(
         "qwen3-30b-a3b", 4, batch_size=sequences, sequence_length=length, expert_axes=axes,
         zero=3 if sizes.fsdp > 1 else 0, balance_loss_weight=0.0, loss_chunk=0,
@@ -252,7 +252,7 @@ def test_the_command_of_the_best_can_be_run(capsys) -> None:
 
 
 def test_a_plan_needs_to_know_its_machine(capsys) -> None:
-    for arguments, said in (
+    for arguments, sentence in (
         ([], "add --devices"),
         (["--devices", "0"], "devices=0"),
         (["--devices", "2", "--plan-network", "0"], "plan_network=0"),
@@ -260,7 +260,7 @@ def test_a_plan_needs_to_know_its_machine(capsys) -> None:
     ):
         with pytest.raises(SystemExit):
             main(["--plan", "--preset", "llama3-8b", "--device", "H100", *arguments])
-        assert said in capsys.readouterr().err
+        assert sentence in capsys.readouterr().err
 
 
 def test_predicted_beside_measured() -> None:

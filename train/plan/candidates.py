@@ -120,10 +120,10 @@ def is_free(config: Config, name: str) -> bool:
 
 
 def planned_batch_size(config: Config, devices: int) -> int:
-    """Sequences per step: those that were asked for, or at least one for each device."""
+    """Sequences per step: those that were asked for, or else as many for each device."""
     if not is_free(config, "batch_size"):
         return config.batch_size
-    return max(config.batch_size, devices)
+    return -(-config.batch_size // devices) * devices
 
 
 def _meshes(config: Config, devices: int) -> Iterator[MeshSizes]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from train.config import Config, MeshConfig, MeshSizes
 from train.dry_run import GPUS, attention_of, memory_limit
@@ -54,12 +53,12 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> No
         f" {config.sequence_length} tokens per step, attention by {machine.attention}"
     ]
     if is_free(config, "batch_size") and batch > config.batch_size:
-        lines[0] += "; a sequence for each GPU (--batch-size)"
+        lines[0] += "; as many sequences for each GPU (--batch-size)"
     _print(console, *lines)
     best = plan.candidates[:_ROWS]
     if best:
         others = _in_8_bits(config, machine)
-        console.print(_table(best, others))
+        _print(console, *_table(best, others))
         if others:
             _print(console, "rows in 8 bits round the operands of matmuls: not the same numbers")
     _print(console, *_conclusion(plan, machine))
@@ -108,24 +107,29 @@ def _in_8_bits(config: Config, machine: Machine) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.seconds)[:_ROWS_IN_8_BITS]
 
 
-def _table(rows: Sequence[Candidate], in_8_bits: Sequence[Candidate]) -> Table:
-    table = Table(box=None)
+def _table(rows: Sequence[Candidate], in_8_bits: Sequence[Candidate]) -> list[str]:
+    """Lines of a table, as wide as it needs."""
     experts = rows[0].config.model.num_experts is not None
     names = ["mesh", "ZeRO", "remat", "scan", "microbatches", *["experts"] * experts, "8 bits"]
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    for name in ("step", "tokens/s/GPU", "MFU", "GB"):
-        table.add_column(name, justify="right", no_wrap=True)
+    right = ("step", "tokens/s/GPU", "MFU", "GB")
+    lines: list[Sequence[str]] = [(*names, *right)]
     for row in (*rows, *in_8_bits):
         config = row.config
         cells = [
-            str(row.sizes), config.zero, config.remat, config.scan_layers or "-",
+            row.sizes, config.zero, config.remat, config.scan_layers or "-",
             config.gradient_accumulation_steps, *[config.expert_axes] * experts, config.fp8 or "-",
             milliseconds(row.seconds), f"{row.prediction.tokens_per_second:,.0f}",
             f"{row.prediction.mfu:.1%}", f"{row.memory.total / 1e9:.1f}",
         ]  # fmt: skip
-        table.add_row(*map(str, cells))
-    return table
+        lines.append([str(cell) for cell in cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place < len(names) else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
 
 
 def _conclusion(plan: Plan, machine: Machine) -> list[str]:
