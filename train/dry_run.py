@@ -21,6 +21,8 @@ from train.mesh import make_abstract_mesh
 from train.metrics import Device
 from train.muon import describe_muon
 from train.optimizer import make_optimizer
+from train.plan.communication import GPUS_OF_A_NODE
+from train.plan.run import predict_run
 from train.state import ModelFunctions, describe_trained, state_on_mesh
 from train.step import sharded_step
 from train.zero import describe_zero
@@ -49,10 +51,6 @@ GPUS = {
         "times on an A100 are estimated from its data sheet, for xla and rings; none was measured",
     ),
 }
-
-
-#: A process has the GPUs of a node.
-GPUS_OF_A_NODE = 8
 
 
 def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
@@ -114,8 +112,34 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         lines.insert(0, gpu.remark)
     explained = explain(step, peer_kernels=False)
     lines.append(str(explained(state, abstract_batch(config, config.batch_size))))
+    lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def device_kind_of(config: Config) -> str:
+    """JAX's name of the GPU that a dry run predicts for."""
+    if config.device is None and jax.default_backend() == "gpu":
+        return jax.local_devices()[0].device_kind
+    return GPUS[config.device or "H200"].device.device_kind
+
+
+def describe_prediction(
+    config: Config, sizes: MeshSizes, device_kind: str, mesh: AbstractMesh
+) -> str:
+    """The predicted time of a step, or why there is none."""
+    try:
+        kernel = attention_kernel(config, sizes, mesh)
+        return str(predict_run(config, sizes, device_kind, kernel))
+    except ValueError as error:
+        return str(error)
+
+
+def attention_kernel(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> str:
+    """The kernel of attention in the layers that see the most tokens."""
+    windows = [config.model.window_of(number) for number in range(config.model.layer_period)]
+    widest = None if None in windows else max(filter(None, windows))
+    return attention_of(config, sizes, mesh, widest).implementation
 
 
 def attention_of(
