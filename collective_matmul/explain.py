@@ -40,6 +40,7 @@ class Explanation:
       auto_axes: mesh axes of type Auto, over which types of arrays show nothing.
       runs: how often a run of the program executes the ops and collectives of each line of the
         table. Branches count as taken, loops of unknown length as one step.
+      verbose: whether the table has lines of what is left alone, and not their number alone.
     """
 
     decisions: tuple[Decision, ...]
@@ -48,6 +49,7 @@ class Explanation:
     enters_shard_map: bool = True
     peer_kernels: PeerKernelDecision = NO_SITE
     auto_axes: tuple[str, ...] = ()
+    verbose: bool = False
 
     def __str__(self) -> str:
         return self.table()
@@ -58,9 +60,11 @@ class Explanation:
             return textwrap.fill(f"no collective matmuls: {NOTHING_SHOWN}", width)
         if not self.decisions and not self.plain:
             return "no collective matmuls: its shard_maps call no op and neither gather nor sum"
-        lines = [*map(line_of, self.decisions), *map(_line_of_plain, self.plain)]
-        totals = (textwrap.fill(total, width) for total in self._totals())
-        return "\n".join([format_table(lines, self.runs, width), *totals])
+        shown = [site for site in self.plain if site.replaced or self.verbose]
+        lines = [*map(line_of, self.decisions), *map(_line_of_plain, shown)]
+        runs = {line: self.runs[line] for line in lines if line in self.runs}
+        table = [format_table(lines, runs, width)] if lines else []
+        return "\n".join([*table, *(textwrap.fill(total, width) for total in self._totals())])
 
     def _totals(self) -> list[str]:
         """Sentences about all lines together."""
@@ -89,12 +93,7 @@ class Explanation:
                 f" ({hidden / max(communication, 1e-12):.0%}) are hidden under matmuls"
             )
         if plain:
-            replaceable = sum(runs[line] for line, site in plain.items() if site.replaced)
-            count = sum(runs[line] for line in plain)
-            totals.append(
-                f"{count} plain gathers and sums: {replaceable} that overlap would replace,"
-                f" {count - replaceable} that it leaves alone"
-            )
+            totals.append(self._total_of_plain(plain, runs))
             alone = [(runs[line], site.communication_seconds) for line, site in plain.items()]
             if all(seconds is not None for _, seconds in alone):
                 seconds = sum(n * (each or 0) for n, each in alone)
@@ -109,9 +108,32 @@ class Explanation:
             totals.append(str(self.peer_kernels))
         return totals
 
+    def _total_of_plain(self, plain: Mapping[Line, FoundSite], runs: Mapping[Line, int]) -> str:
+        """How many plain gathers and sums there are, and what becomes of them."""
+
+        def count(which: Callable[[FoundSite], bool]) -> int:
+            return sum(runs[line] for line, site in plain.items() if which(site))
+
+        sites = count(lambda site: site.replaced and not site.kept)
+        kept = count(lambda site: site.kept)
+        alone = count(lambda site: not site.replaced)
+        listed = "" if self.verbose else " (verbose lists them)"
+        parts = {
+            f"{sites} site{'s' * (sites > 1)}; pass the function to overlap to replace"
+            f" {'them' if sites > 1 else 'it'}": sites,
+            f"{kept} kept as written": kept,
+            f"{alone} left alone{listed}": alone,
+        }
+        said = "; ".join(part for part, number in parts.items() if number)
+        return f"{sum(runs[line] for line in plain)} plain gathers and sums: {said}"
+
 
 def explain(
-    fun: Callable, *, peer_kernels: PeerKernels = UNDECIDED, fused: bool | None = None
+    fun: Callable,
+    *,
+    peer_kernels: PeerKernels = UNDECIDED,
+    verbose: bool = False,
+    fused: bool | None = None,
 ) -> Callable[..., Explanation]:
     """Explains which backend executes each collective matmul of a function, and why.
 
@@ -133,8 +155,9 @@ def explain(
 
     Gathers and sums over devices that the program calls itself, such as `lax.all_gather`, have
     lines too. If `collective_matmul.overlap` replaced one, the line shows the op in its place.
-    Without `overlap`, the line says that it is not replaced, and which backend `overlap` would use.
-    For a collective that `overlap` leaves alone, the line gives the reason.
+    Without `overlap`, the line says which backend it gets if the function is passed to `overlap`.
+    Collectives that `overlap` leaves alone are counted in the totals; with `verbose` they have
+    lines, which give the reasons.
 
     Decisions are for the devices of the mesh. To explain a program for other devices, give
     `shard_map` a `jax.sharding.AbstractMesh` with a `jax.sharding.AbstractDevice` of another kind,
@@ -146,6 +169,7 @@ def explain(
         the last lines of the table say whether kernels that address peers' memory are allowed, and
         why. Lines of collectives that `overlap` would replace are for the decision that the program
         would get then.
+      verbose: list what `overlap` leaves alone, and not its number alone.
       fused: the name of `peer_kernels` in earlier releases.
 
     Returns:
@@ -162,13 +186,14 @@ def explain(
         traced = _traced(fun, args, kwargs, peer_kernels)
         if isinstance(peer_kernels, bool):
             explained = traced.explanation(peer_kernels)
-            return replace(explained, peer_kernels=PeerKernelDecision(peer_kernels, "requested"))
+            requested = PeerKernelDecision(peer_kernels, "requested")
+            return replace(explained, peer_kernels=requested, verbose=verbose)
         decision = decide(traced.program.jaxpr, traced.counter)
         after_overlap = traced.decision_after_overlap()
         if decision.withheld:
             traced = _traced(fun, args, kwargs, _value(decision))
         explained = traced.explanation(_value(after_overlap))
-        return replace(explained, peer_kernels=decision)
+        return replace(explained, peer_kernels=decision, verbose=verbose)
 
     return explanation
 
@@ -233,8 +258,7 @@ def _line_of_plain(site: FoundSite) -> Line:
     line = site.line
     if site.decision is None or site.kept:
         return line
-    would = f"overlap would use {site.decision.implementation}: {line.reason}"
-    return replace(line, chosen="not replaced", reason=would)
+    return replace(line, chosen=f"{site.decision.implementation}, with overlap")
 
 
 def _runs_of_plain(plain: Sequence[FoundSite], runs: Mapping[Any, int]) -> dict[Line, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -229,6 +230,7 @@ def run_generate(command: Generate) -> None:
             " or leave this out"
         )
     sampling = Sampling(command.temperature, command.top_k, command.top_p, command.seed)
+    _check_no_checkpoint(command.source)
     folder = ModelFolder(command.source)
     # Read before anything is compiled.
     folder.tokenizer()
@@ -258,6 +260,28 @@ def run_generate(command: Generate) -> None:
             sampling=sampling,
             tokens_per_launch=command.tokens_per_launch,
         )
+
+
+def _check_no_checkpoint(source: str) -> None:
+    """Raises ValueError, with the commands to give instead, for a checkpoint of the trainer."""
+    from models.checkpoint.saved_checkpoint import find_checkpoint
+    from models.hugging_face import ModelFolder
+
+    if ModelFolder.is_one(source):
+        return
+    try:
+        saved = find_checkpoint(source).configuration()
+    except ValueError:
+        return  # Nor is it a checkpoint.
+    export = shlex.join(["python", "-m", "models", "export", source])
+    generate = "python -m models generate FOLDER"
+    if LoraConfig(**saved.get("lora", {})).rank is not None:
+        base = shlex.quote(saved.get("init_from") or "BASE")
+        generate = f"python -m models generate {base} --adapter FOLDER"
+    raise ValueError(
+        f"source={source!r}: a checkpoint of the trainer, and not a Hugging Face folder; make one"
+        f" with `{export} FOLDER`, and answer with `{generate}`"
+    )
 
 
 def _named_adapters(values: Sequence[str], config: LlamaConfig) -> dict[str, Any]:

@@ -66,6 +66,17 @@ def test_axis_name_is_a_string(
 
 
 @every_op
+def test_an_array_as_axis_name_is_named_by_its_type(
+    op: Callable, refused: Callable[..., None]
+) -> None:
+    """The weights in the place of the axis: their elements would hide the sentence."""
+    sentence = "axis_name=an array float32[20,30]: expected the name of one mesh axis, a string"
+    for array in (jnp.zeros((20, 30)), np.zeros((20, 30), np.float32)):
+        fun = partial(op, axis_name=array)
+        refused(fun, zeros(4, 2), zeros(2, 3), TypeError, sentence)
+
+
+@every_op
 def test_axis_exists(op: Callable, refused: Callable[..., None]) -> None:
     sentence = (
         "axis_name='model': no such axis here (there are ('tensor',)); call this inside"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -22,23 +23,38 @@ from tests.reference import AXIS
 
 
 def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> None:
-    explanation = explain(plain(make_mesh({AXIS: 2})))(*flat_arguments())
+    explanation = explain(plain(make_mesh({AXIS: 2})), verbose=True)(*flat_arguments())
     assert explanation.decisions == ()
     _, gather, scatter, psum, totals = [
         re.split(r"  +", line) for line in explanation.table(WIDE).splitlines()
     ]
     for line in (gather, scatter, psum):
         assert re.fullmatch(r".*explained\.py:\d+ in plain_block", line[1])
-    would = "overlap would use xla: on cpu nothing runs under a matmul"
+    would = ["xla, with overlap", "on cpu nothing runs under a matmul"]
     shapes = "float32 [4,4]@[4,6] over tensor=2"
-    assert gather[2:] == ["all_gather_matmul", shapes, "not replaced", would]
-    assert scatter[2] == "matmul_reduce_scatter" and scatter[4:] == ["not replaced", would]
+    assert gather[2:] == ["all_gather_matmul", shapes, *would]
+    assert scatter[2] == "matmul_reduce_scatter" and scatter[4:] == would
     assert psum[2:5] == ["psum", "float32 [] over tensor", "left alone"]
     reason = r"the summed array comes from reduce_sum at explained\.py:\d+, not from a matmul; .*"
     assert re.fullmatch(reason, psum[5])
-    assert totals == [
-        "3 plain gathers and sums: 2 that overlap would replace, 1 that it leaves alone"
-    ]
+    total = (
+        "3 plain gathers and sums: 2 sites; pass the function to overlap to replace them; 1 left"
+    )
+    assert totals == [f"{total} alone"]
+    # What is left alone is a number, unless a list is asked for.
+    (_, *lines, total_alone) = replace(explanation, verbose=False).table(WIDE).splitlines()
+    assert [re.split(r"  +", line) for line in lines] == [gather, scatter]
+    assert total_alone == f"{total} alone (verbose lists them)"
+
+
+def test_a_program_without_sites_has_a_total_alone(make_mesh: MeshFactory) -> None:
+    sums = jax.shard_map(
+        lambda x: lax.psum(x, AXIS), mesh=make_mesh({AXIS: 2}), in_specs=P(AXIS), out_specs=P()
+    )
+    total = "1 plain gathers and sums: 1 left alone"
+    assert str(explain(sums)(jnp.ones(4))) == f"{total} (verbose lists them)"
+    *_, last = str(explain(sums, verbose=True)(jnp.ones(4))).splitlines()
+    assert last == total
 
 
 @pytest.mark.needs("fused")
@@ -61,7 +77,7 @@ def test_overlap_would_use_fused_kernels_where_they_may_be(fused: bool) -> None:
 def test_what_overlap_has_done_with_a_plain_program(make_mesh: MeshFactory) -> None:
     overlapped = overlap(plain(make_mesh({AXIS: 2})), implementation="ring")
     for fun in (overlapped, jax.jit(overlapped), overlap(overlapped)):
-        gather, scatter, psum = lines_of(fun, *flat_arguments())
+        gather, scatter, psum = lines_of(fun, *flat_arguments(), verbose=True)
         shapes = "float32 [4,4]@[4,6] over tensor=2"
         assert gather[2:] == ["all_gather_matmul", shapes, "ring by overlap", "requested"]
         assert scatter[2] == "matmul_reduce_scatter" and scatter[4] == "ring by overlap"
@@ -73,7 +89,7 @@ def test_what_overlap_has_done_with_a_plain_program(make_mesh: MeshFactory) -> N
 def test_overlap_falls_back_within_a_sequence(make_mesh: MeshFactory) -> None:
     sharded = plain(make_mesh({AXIS: 2}))
     fun = overlap(sharded, implementation=("fused", "ring"), require=2)
-    gather, scatter, _ = lines_of(fun, *flat_arguments())
+    gather, scatter = lines_of(fun, *flat_arguments())
     reason = "fused is not possible: these kernels run on Hopper GPUs only"
     for line in (gather, scatter):
         assert line[4:] == ["ring by overlap", f"fallback: {reason}; requested"]
@@ -154,7 +170,7 @@ def test_predicted_gain_of_what_is_not_replaced() -> None:
         f"{reference * 1e6:.0f}",
         f"{(reference - seconds) * 1e6:.0f} µs ({reference / seconds:.2f}×)",
     ]
-    assert line[8].startswith(f"overlap would use {site.decision.implementation}: ")
+    assert line[4] == f"{site.decision.implementation}, with overlap"
 
 
 def test_what_overlap_requires_and_does_not_find_is_explained_in_its_error(
@@ -163,7 +179,7 @@ def test_what_overlap_requires_and_does_not_find_is_explained_in_its_error(
     fun, shapes = plain(make_mesh({AXIS: 2})), flat_arguments()
     with pytest.raises(ValueError, match="require=3: only 2") as error:
         overlap(fun, require=3)(*(np.zeros(shape.shape, shape.dtype) for shape in shapes))
-    *table, _ = str(explain(overlap(fun))(*shapes)).splitlines()
+    *table, _ = str(explain(overlap(fun), verbose=True)(*shapes)).splitlines()
     assert str(error.value).splitlines()[1:] == table[:-1]
 
 
@@ -171,7 +187,7 @@ def test_what_overlap_requires_and_does_not_find_is_explained_in_its_error(
 def test_what_overlap_left_alone_is_not_replaced_by_explain(make_mesh: MeshFactory) -> None:
     """On CPUs a fused kernel cannot run, and no other backend was allowed."""
     fun = overlap(plain(make_mesh({AXIS: 2})), implementation="fused")
-    table = explain(fun)(*flat_arguments()).table(WIDE)
-    assert "overlap would use" not in table
+    table = explain(fun, verbose=True)(*flat_arguments()).table(WIDE)
+    assert "with overlap" not in table and "pass the function" not in table
     assert table.count("fused is not possible") == 2
-    assert "0 that overlap would replace, 3 that it leaves alone" in table
+    assert "3 plain gathers and sums: 3 left alone" in table

@@ -9,7 +9,8 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import tyro
@@ -20,11 +21,12 @@ from train.checkpoint import SaveError
 from train.config import Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
 from train.context import describe_context
+from train.defaults import describe_defaults, implied, with_values
 from train.dry_run import attention_kernel, device_kind_of, dry_run
 from train.evaluate_only import evaluate_only
 from train.evaluation import evaluated_sequences
 from train.experts import describe_experts
-from train.initial_weights import with_model_of
+from train.initial_weights import model_name, with_model_of
 from train.loop import NonFiniteError, train
 from train.loss_chunks import describe_loss_chunks
 from train.metrics import Record
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
         arguments = current_arguments(arguments)
         config = parse(arguments)
         if config.print_config:
-            print(config_text(config))
+            print(config_text(with_model_of(config)))
             return
         # JAX's attention and optax mix dtypes, which the environment may forbid.
         jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -76,6 +78,8 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
 def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     """The configuration that the arguments describe: a preset or a file, and changes to it.
 
+    Some defaults follow from other settings (`train.defaults`), so arguments are read twice.
+
     Flags and values of earlier releases are accepted, with a warning on stderr.
 
     Raises:
@@ -89,11 +93,17 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     given = first.parse_known_args(arguments)[0]
     if given.preset not in (None, *PRESETS):
         raise ValueError(f"preset={given.preset!r}: expected one of {', '.join(PRESETS)}")
-    if given.config is None:
-        default = PRESETS[given.preset or "debug"]()
-    else:
-        default = read_config(given.config, given.preset, program)
-    return tyro.cli(Config, default=default, args=arguments, prog=program)
+
+    def read(defaults: Mapping[str, Any]) -> Config:
+        if given.config is None:
+            default = with_values(PRESETS[given.preset or "debug"](), defaults)
+        else:
+            default = read_config(given.config, given.preset, program, defaults)
+        return tyro.cli(Config, default=default, args=arguments, prog=program)
+
+    config = read({})
+    defaults = implied(config)
+    return read(defaults) if defaults else config
 
 
 @contextlib.contextmanager
@@ -125,7 +135,7 @@ def announce(setup: Setup, console: Console) -> None:
     kind, unused = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
     rest = f"; {unused} more are not used" if unused else ""
     for line in (
-        f"{config.preset}: {setup.model.parameter_count:,} parameters,"
+        f"{model_name(config)}: {setup.model.parameter_count:,} parameters,"
         f" {config.model.num_layers} layers,"
         f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
         f"mesh: {MeshSizes(**mesh.shape)} of {kind} devices{rest}",
@@ -140,6 +150,7 @@ def announce(setup: Setup, console: Console) -> None:
         *describe_trained(setup.model),
         *describe_muon(config.optimizer, setup.model.abstract_params),
         describe_schedule(config.optimizer, config.steps),
+        *describe_defaults(config),
     ):
         console.print(line, highlight=False, soft_wrap=True)
 

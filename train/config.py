@@ -170,7 +170,8 @@ class Config:
     layers.attention.output, layers.feed_forward, experts and head."""
     zero: Zero = 0
     """ZeRO level, over the fsdp axis: 1 shards parameters and optimizer state, 2 gradients too, 3
-    weights where they are used too. Weights are gathered in --compute-dtype."""
+    weights where they are used too. Weights are gathered in --compute-dtype. Default: with
+    --mesh.fsdp over 1 level 3, or 1 beside frozen weights; else 0. A resumed run keeps its own."""
     weight_gather: WeightGather = "auto"
     """Where weights are gathered with --zero 3: in the loop of each matmul (matmuls), or block by
     block, one block ahead (blocks); auto: in matmuls if --overlap auto may choose rings for it."""
@@ -270,6 +271,8 @@ class Config:
     plan: bool = False
     """Print the fastest meshes, --zero, --remat and microbatches that fit --devices, with their
     predicted step times, and stop. Flags that differ from the preset's are kept."""
+    verbose: bool = False
+    """List, in a dry run, the gathers and sums that are left alone, each with the reason."""
     device: Literal["H200", "H100", "A100"] | None = None
     """GPU that a plan or a dry run predicts for; default: those of this machine, or H200."""
     devices: int | None = None

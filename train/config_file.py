@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import tyro
@@ -12,6 +13,7 @@ from flax import traverse_util
 
 from models.checkpoint.earlier_releases import current_configuration
 from train.config import Config
+from train.defaults import with_values
 from train.presets import PRESETS
 
 #: Fields that say what to do with the configuration, and are no part of it.
@@ -24,7 +26,9 @@ def config_text(config: Config) -> str:
     return json.dumps(values, indent=2)
 
 
-def read_config(path: str, preset: str | None, program: str) -> Config:
+def read_config(
+    path: str, preset: str | None, program: str, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Config:
     """Reads a configuration. Fields that the file leaves out have the values of its preset.
 
     Names of earlier releases are accepted.
@@ -33,6 +37,7 @@ def read_config(path: str, preset: str | None, program: str) -> Config:
       path: the file.
       preset: the preset that was asked for beside the file, or None.
       program: the command, for error messages.
+      defaults: values by dotted name that replace those of the preset.
 
     Raises:
       ValueError: the file cannot be read or is not JSON; a key is unknown; a value is not of the
@@ -50,7 +55,7 @@ def read_config(path: str, preset: str | None, program: str) -> Config:
             f"preset={preset!r}: config={path!r} was made from preset {name!r}, whose values it"
             " holds; leave out --preset, or the file"
         )
-    default = PRESETS[name]()
+    default = with_values(PRESETS[name](), defaults)
     arguments = _as_arguments(values, default, path)
     return tyro.cli(Config, default=default, args=arguments, prog=f"{program} --config {path}")
 

@@ -14,7 +14,9 @@ from collective_matmul import AttentionDecision, explain, explain_attention
 from train.config import Config, MeshSizes
 from train.config_checks import check
 from train.context import describe_context
+from train.defaults import describe_defaults
 from train.experts import describe_experts
+from train.initial_weights import model_name
 from train.loss_chunks import describe_loss_chunks
 from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh
@@ -68,20 +70,20 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     gpu = None if here else GPUS[config.device or "H200"]
     model = ModelFunctions(config, sizes, GPUS_OF_A_NODE)
     console.print(
-        f"{config.preset}: {model.parameter_count:,} parameters on {sizes},"
+        f"{model_name(config)}: {model.parameter_count:,} parameters on {sizes},"
         f" {config.batch_size} sequences of {config.sequence_length} tokens per step",
         highlight=False,
         soft_wrap=True,
     )
-    for line in (*describe_trained(model), *describe_zero(config, model, sizes)):
-        console.print(line, highlight=False, soft_wrap=True)
-    for line in describe_experts(config, sizes, model.active_parameter_count):
-        console.print(line, highlight=False, soft_wrap=True)
-    for line in describe_context(config, sizes):
-        console.print(line, highlight=False, soft_wrap=True)
-    for line in describe_loss_chunks(config, sizes):
-        console.print(line, highlight=False, soft_wrap=True)
-    for line in describe_muon(config.optimizer, model.abstract_params):
+    for line in (
+        *describe_trained(model),
+        *describe_zero(config, model, sizes),
+        *describe_experts(config, sizes, model.active_parameter_count),
+        *describe_context(config, sizes),
+        *describe_loss_chunks(config, sizes),
+        *describe_muon(config.optimizer, model.abstract_params),
+        *describe_defaults(config),
+    ):
         console.print(line, highlight=False, soft_wrap=True)
     mesh = make_abstract_mesh(sizes, None if gpu is None else gpu.device)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
@@ -110,7 +112,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     lines = [f"one step {where}, with the number of times that each op runs:"]
     if gpu is not None and gpu.remark is not None:
         lines.insert(0, gpu.remark)
-    explained = explain(step, peer_kernels=False)
+    explained = explain(step, peer_kernels=False, verbose=config.verbose)
     lines.append(str(explained(state, abstract_batch(config, config.batch_size))))
     lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
     for line in lines:

@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from models.config import LlamaConfig
+from models.rematerialization import recomputes_matmuls
 from train.config import Config, MeshSizes
 
 _AXES = {"tensor": ("tensor",), "fsdp": ("fsdp",), "both": ("fsdp", "tensor"), "none": ()}
@@ -140,7 +141,7 @@ def describe_experts(config: Config, sizes: MeshSizes, active_parameters: int) -
         f" divided over {where}; {active_parameters:,} parameters are active"
     ]
     room = f"room for all tokens at one device: {worst_case_bytes(config, sizes):,} bytes"
-    if config.recompute_expert_hidden or config.remat in ("attention", "full"):
+    if config.recompute_expert_hidden or recomputes_matmuls(config.remat):
         lines.append(f"hidden features of experts are computed again; else {room} in each layer")
     else:
         lines.append(f"hidden features of experts are kept, with {room} in each layer")

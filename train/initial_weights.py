@@ -73,10 +73,10 @@ def with_model_of(config: Config) -> Config:
     Raises:
       ValueError: the folder is damaged, or flags ask for another model.
     """
-    begins = config.checkpoint_dir if config.resume else config.init_from
-    root = None if begins is None else _root(expanded(begins))
+    root = model_folder(config)
     if root is None:
         return config
+    begins = _begins(config)
     name = "checkpoint_dir" if config.resume else "init_from"
     try:
         model = ModelFolder.config_of(root)
@@ -105,7 +105,28 @@ def with_model_of(config: Config) -> Config:
     return dataclasses.replace(config, model=padded)
 
 
-def _root(begins: Path) -> Path | None:
-    """The folder with the config.json that describes the weights of a path, if there is one."""
-    roots = begins, begins / ORIGIN, begins.parent / ORIGIN
+def model_folder(config: Config) -> Path | None:
+    """The folder with the config.json that describes the weights that the run begins with or goes
+    on from, if there is one."""
+    begins = _begins(config)
+    if begins is None:
+        return None
+    path = expanded(begins)
+    roots = path, path / ORIGIN, path.parent / ORIGIN
     return next((root for root in roots if ModelFolder.is_one(root)), None)
+
+
+def model_name(config: Config) -> str:
+    """The name of a run's model: that of the folder or the checkpoints that it comes from, or else
+    the preset's."""
+    root = model_folder(config)
+    if root is None:
+        return config.preset
+    root = (root.parent if root.name == ORIGIN else root).absolute()
+    # In Hugging Face's cache: models--OWNER--NAME/snapshots/COMMIT.
+    in_cache = root.parent.name == "snapshots"
+    return root.parent.parent.name.rpartition("--")[2] if in_cache else root.name
+
+
+def _begins(config: Config) -> str | None:
+    return config.checkpoint_dir if config.resume else config.init_from

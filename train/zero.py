@@ -29,6 +29,7 @@ import jax
 
 from models.parameter_use import arrays_of, as_float32, as_varying
 from train.config import Config, MeshSizes
+from train.experts import expert_axes
 from train.mesh import shard_axes_of, token_axes
 from train.parameter_shards import gather, replica_axes, scatter, sum_over
 from train.state import ModelFunctions, Params, Weights
@@ -116,17 +117,17 @@ def summed_gradients(model: ModelFunctions, gradients: Params) -> Params:
 
 
 def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> list[str]:
-    """What is sharded over the fsdp axis, as lines to print; none if nothing was asked for."""
+    """What is sharded or replicated over the fsdp axis, as lines to print; none without one."""
     if config.zero and not model.zero:
         return [
             f"zero={config.zero}: nothing is sharded, as mesh.fsdp=1; give --mesh.fsdp more devices"
         ]
+    where = " × ".join(f"{axis}={sizes.by_axis[axis]}" for axis in shard_axes_of(sizes))
     if not model.zero:
-        return []
+        return [] if sizes.weight_shards == 1 else [_replicated(config, where)]
     what = "parameters and optimizer state"
     if model.zero > 1 or model.freezes:
         what = "parameters, gradients and optimizer state"
-    where = " × ".join(f"{axis}={sizes.by_axis[axis]}" for axis in shard_axes_of(sizes))
     lines = [f"zero={model.zero}: {what} are sharded over {where}"]
     if model.freezes:
         lines[0] += ", of what is trained"
@@ -148,3 +149,11 @@ def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> li
             f" matrices, which stay whole: {', '.join([*whole][:3])}{', ...' * (len(whole) > 3)}"
         )
     return lines
+
+
+def _replicated(config: Config, where: str) -> str:
+    experts = ", apart from experts," if "fsdp" in expert_axes(config) else ""
+    return (
+        f"zero=0: each device of {where} has all parameters{experts} with their gradients and"
+        " optimizer state; --zero 3 shards them"
+    )

@@ -30,6 +30,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul.operands.sharded import WeightShards
+from collective_matmul.ops.matmul.checks import shown
 
 #: A second mesh axis of a kernel [*K, *N], and which of its features it shards: the first of *K, 0,
 #: or of *N, 1. Inside a `shard_map` over that axis, kernels are shards, of x's dtype or a wider
@@ -199,15 +200,15 @@ def current_context(
     found = around if mesh is None or around.manual_axes else mesh
     if found.empty:
         raise ValueError(
-            f"axis_name={axis_name!r}: there is no mesh here; call the layer inside"
+            f"axis_name={shown(axis_name)}: there is no mesh here; call the layer inside"
             " `with jax.set_mesh(mesh):`, construct it with mesh=mesh, or call it inside"
             " jax.shard_map over that axis"
         )
     for axis in axes:
         if axis not in found.axis_names:
             raise ValueError(
-                f"axis_name={axis!r}: the mesh has the axes {tuple(found.axis_names)}; name one"
-                " of them"
+                f"axis_name={shown(axis)}: the mesh has the axes {tuple(found.axis_names)}; name"
+                " one of them"
             )
     if around.empty and not any(map(has_explicit_axes, jax.tree.leaves(arrays))):
         found = with_auto_axes(found)

@@ -182,3 +182,27 @@ def test_bad_input_is_a_sentence(commands, capsys, folder, arguments, sentence):
         commands(["generate", str(folder.path), *arguments])
     error = " ".join(capsys.readouterr().err.split())
     assert error.startswith("error: ") and sentence in error
+
+
+@pytest.mark.parametrize(
+    ("lora", "generate"),
+    [
+        ({}, "answer with `python -m models generate FOLDER`"),
+        ({"lora": {"rank": 4}}, "`python -m models generate 'my base' --adapter FOLDER`"),
+    ],
+)
+def test_a_checkpoint_in_place_of_a_folder_is_answered_with_the_commands_to_give(
+    commands, capsys, tmp_path, lora, generate
+):
+    run = tmp_path / "a run"
+    for name in ("state", "data_position", "configuration"):
+        (run / "step_2" / name).mkdir(parents=True)
+    (run / "step_2" / "_CHECKPOINT_METADATA").touch()
+    values = {"model": {}, "init_from": "my base", **lora}
+    (run / "step_2" / "configuration" / "metadata").write_text(json.dumps(values))
+    for source in (run, run / "step_2"):
+        with pytest.raises(SystemExit):
+            commands(["generate", str(source), "--prompt", "Hello"])
+        error = " ".join(capsys.readouterr().err.split())
+        assert f"with `python -m models export '{source}' FOLDER`" in error
+        assert generate in error

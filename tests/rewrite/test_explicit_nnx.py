@@ -98,7 +98,7 @@ def test_every_matmul_that_communicates_is_a_site() -> None:
     assert [site for site in found if not site.replaced] == []
     # Of each layer: a gather and a sum, forward; backward also a gather for the gradient of `up`.
     assert len(found) == 10, table
-    assert "10 plain gathers and sums: 10 that overlap would replace" in table
+    assert "10 plain gathers and sums: 10 sites; pass the function to overlap" in table
 
 
 def test_auto_axes_are_named() -> None:

@@ -191,4 +191,4 @@ def test_explain_counts_the_steps_of_loops(mesh: Mesh) -> None:
     form = FORMS["layers"]
     explanation = explain(form.fun)(*form.arguments(mesh))
     assert list(explanation.runs.values()) == [2, 2]
-    assert "4 plain gathers and sums: 4 that overlap would replace" in str(explanation)
+    assert "4 plain gathers and sums: 4 sites; pass the function to overlap" in str(explanation)

@@ -60,7 +60,7 @@ def snapshot() -> dict[str, Any]:
 def _decisions(program: Any, peer_kernels: Any) -> dict[str, Any]:
     try:
         fun, arguments = program()
-        explanation = explain(fun, peer_kernels=peer_kernels)(*arguments)
+        explanation = explain(fun, peer_kernels=peer_kernels, verbose=True)(*arguments)
     except Exception as error:  # Also one that no caller should see belongs to the behaviour.
         return {"error": error_text(error)}
     return {

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from models.rematerialization import recomputes_matmuls
 from train.experts import expert_devices
 from train.plan.shapes import Shapes
 
@@ -48,6 +49,8 @@ def block_activations(shapes: Shapes) -> Activations:
         return Activations(everything, 0, temporary)
     if config.remat == "full":
         return Activations(stream, everything, temporary)
+    if config.remat == "attention":
+        return Activations(stream + attended, everything - attended, temporary)
     results = 2 * stream + projected + attended + 2 * hidden + experts
     return Activations(results, everything - results, temporary)
 
@@ -55,7 +58,7 @@ def block_activations(shapes: Shapes) -> Activations:
 def _experts(shapes: Shapes, width: int) -> float:
     """Bytes of gate and up of a block's experts, of all pairs that may come to a device."""
     config = shapes.config
-    if config.recompute_expert_hidden or config.remat == "full":
+    if config.recompute_expert_hidden or recomputes_matmuls(config.remat):
         return 0.0
     devices = expert_devices(config, shapes.sizes)
     return 2 * shapes.expert_pairs * devices * shapes.expert_hidden * width

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from models.rematerialization import recomputes_matmuls
 from train.experts import expert_axes, expert_devices
 from train.plan.computation import Computation
 from train.plan.rates import DeviceRates
@@ -84,7 +85,7 @@ class Communication:
         devices = shapes.sizes.tensor
         if devices == 1:
             return 0.0
-        passes = 2 if shapes.config.remat == "full" else 1
+        passes = 2 if recomputes_matmuls(shapes.config.remat) else 1
         block = 0.0
         for linear in shapes.block:
             forward = self._collective_matmul(linear, computation.forward_matmul(linear), 1)
@@ -160,7 +161,7 @@ class Communication:
         times = shapes.microbatches
         if gathers_in_matmuls(self.shapes) and not group.in_8_bits:
             # Matmuls that are recomputed gather once more.
-            again = (group.forward,) if shapes.config.remat == "full" else ()
+            again = (group.forward,) if recomputes_matmuls(shapes.config.remat) else ()
             passes = (group.forward, group.backward, *again)
             return times * sum(self._ring(group, seconds) for seconds in passes)
         travels = sent * (1 if group.in_8_bits else self.computation.width) / bandwidth

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from models.rematerialization import recomputes_matmuls
 from train.experts import balance_weight
 from train.plan.activations import block_activations
 from train.plan.rates import DeviceRates
@@ -89,7 +90,8 @@ class Computation:
         """Seconds of the matmuls of its backward, and of those that it repeats."""
         block = self.shapes.block
         seconds = sum(self.data_gradient(each) + self.weight_gradient(each) for each in block)
-        if self.shapes.config.remat == "full":  # No gradient needs the result of the last one.
+        if recomputes_matmuls(self.shapes.config.remat):
+            # No gradient needs the result of the last one.
             needed = block[:-1] if self.shapes.hidden else block
             seconds += sum(self.forward_matmul(linear) for linear in needed)
         return seconds
@@ -145,7 +147,7 @@ class Computation:
     def experts_backward(self) -> float:
         """Seconds of their gradients, and of what is repeated."""
         config = self.shapes.config
-        again = config.remat == "full" or config.recompute_expert_hidden
+        again = recomputes_matmuls(config.remat) or config.recompute_expert_hidden
         seconds = self.experts_forward * (2 + 2 / 3 * again)
         if self.shapes.microbatches > 1 and balance_weight(config):
             seconds += self.experts_forward  # Statistics of all microbatches come first.

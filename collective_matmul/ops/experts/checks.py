@@ -30,7 +30,8 @@ def axis_names(value: Any, argument: str = "axis_name") -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"{argument}={value!r}: expected the name of a mesh axis, or a tuple of such names"
+            f"{argument}={matmul_checks.shown(value)}: expected the name of a mesh axis, or a tuple"
+            " of such names"
         )
     if len(set(names)) < len(names):
         raise ValueError(f"{argument}={value!r}: an axis twice; name each axis once")
@@ -56,7 +57,9 @@ def other_axis(value: str | None, argument: str, used: tuple[str, ...]) -> str |
     if value is None:
         return None
     if not isinstance(value, str):
-        raise TypeError(f"{argument}={value!r}: expected the name of one mesh axis, or None")
+        raise TypeError(
+            f"{argument}={matmul_checks.shown(value)}: expected the name of one mesh axis, or None"
+        )
     axis_names(value, argument)
     if value in used:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,15 @@ Implementation = str | Sequence[str] | None
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)))
 
 
+def shown(value: Any) -> str:
+    """An argument in an error message. Of an array, that is its type and not its elements."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array {value.dtype}[{','.join(map(str, value.shape))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
+    return repr(value)
+
+
 def axis_size(axis_name: str, argument: str = "axis_name") -> int:
     """The size of a mesh axis that the enclosing `shard_map` made manual.
 
@@ -33,7 +43,9 @@ def axis_size(axis_name: str, argument: str = "axis_name") -> int:
       NameError: if no enclosing `shard_map` has such an axis.
     """
     if not isinstance(axis_name, str):
-        raise TypeError(f"{argument}={axis_name!r}: expected the name of one mesh axis, a string")
+        raise TypeError(
+            f"{argument}={shown(axis_name)}: expected the name of one mesh axis, a string"
+        )
     try:
         return lax.axis_size(axis_name)
     except NameError:
