@@ -276,6 +276,24 @@ def test_predicted_beside_measured() -> None:
         predict_run(run, TENSOR, "cpu", "cudnn")
 
 
+def test_a_run_ends_with_its_predicted_step_time(monkeypatch, capsys) -> None:
+    arguments = "--preset debug --steps 2 --log-interval 1 --batch-size 2 --sequence-length 32"
+    arguments += " --model.num-layers 1 --mesh.data 1 --mesh.tensor 2"
+    monkeypatch.setitem(RATES, "cpu", RATES[H100])
+    main(arguments.split())
+    line = r"^step time: predicted \d+\.\d ms, measured [\d,.]+ ms$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_dry_run_ends_with_the_predicted_step_time(capsys) -> None:
+    arguments = "--dry-run --preset llama3-8b --model.num-layers 1 --batch-size 1 --mesh.data 1"
+    main([*arguments.split(), "--mesh.tensor", "2", "--device", "H100"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    run = config(layers=1, batch_size=1)
+    kernels = ("cudnn", "flash3")  # Which one depends on what is installed.
+    assert last in [str(predict_run(run, TENSOR, H100, kernel)) for kernel in kernels]
+
+
 def test_a_tensor_axis_of_0_takes_the_fastest_size_that_fits() -> None:
     run = config(zero=3)
     assert planned_mesh_sizes(run, 8, 8, H100) == MeshSizes(fsdp=8)
