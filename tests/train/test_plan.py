@@ -88,7 +88,7 @@ def test_predictions_are_near_what_was_measured(name: str) -> None:
     [(FSDP, "fsdp", 4, 8192, 169.7), (TENSOR, "tensor", 2, 16384, 193.8)],
 )
 def test_predictions_for_experts(sizes, axes, sequences, length, measured) -> None:
-    """Of the report train-experts-2-h100, with the logits of all tokens at one time."""
+    """The report train-experts-2-h100 had the logits of all tokens at one time."""
     run = config(
         "qwen3-30b-a3b", 4, batch_size=sequences, sequence_length=length, expert_axes=axes,
         zero=3 if sizes.fsdp > 1 else 0, balance_loss_weight=0.0, loss_chunk=0,
