@@ -88,7 +88,7 @@ def test_predictions_are_near_what_was_measured(name: str) -> None:
     [(FSDP, "fsdp", 4, 8192, 169.7), (TENSOR, "tensor", 2, 16384, 193.8)],
 )
 def test_predictions_for_experts(sizes, axes, sequences, length, measured) -> None:
-    """Of the report train-experts-2-h100, with the logits of all tokens at one time."""
+    """The report train-experts-2-h100 had the logits of all tokens at one time."""
     run = config(
         "qwen3-30b-a3b", 4, batch_size=sequences, sequence_length=length, expert_axes=axes,
         zero=3 if sizes.fsdp > 1 else 0, balance_loss_weight=0.0, loss_chunk=0,
@@ -213,6 +213,9 @@ def test_a_slower_network_takes_longer_beyond_a_node_alone() -> None:
     fast, slow = (predict(run, sizes, H100, network_bytes=n).time for n in (50e9, 5e9))
     assert slow.weight_gathers > fast.weight_gathers
     assert slow.matmuls == fast.matmuls
+    # What computation cannot hide grows with the time of the network.
+    first, second = (predict(run, sizes, H100, network_bytes=n).time for n in (5e7, 5e6))
+    assert second.weight_gathers == pytest.approx(10 * first.weight_gathers, rel=0.1)
     one = [predict(config(zero=3), MeshSizes(fsdp=8), H100, network_bytes=n) for n in (50e9, 5e9)]
     assert one[0] == one[1]
 
@@ -274,6 +277,24 @@ def test_predicted_beside_measured() -> None:
     assert "measured 1,500 ms" in describe_step_time(prediction, [record(1.5)])
     with pytest.raises(ValueError, match="no rates of cpu"):
         predict_run(run, TENSOR, "cpu", "cudnn")
+
+
+def test_a_run_ends_with_its_predicted_step_time(monkeypatch, capsys) -> None:
+    arguments = "--preset debug --steps 2 --log-interval 1 --batch-size 2 --sequence-length 32"
+    arguments += " --model.num-layers 1 --mesh.data 1 --mesh.tensor 2"
+    monkeypatch.setitem(RATES, "cpu", RATES[H100])
+    main(arguments.split())
+    line = r"^step time: predicted \d+\.\d ms, measured [\d,.]+ ms$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_dry_run_ends_with_the_predicted_step_time(capsys) -> None:
+    arguments = "--dry-run --preset llama3-8b --model.num-layers 1 --batch-size 1 --mesh.data 1"
+    main([*arguments.split(), "--mesh.tensor", "2", "--device", "H100"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    run = config(layers=1, batch_size=1)
+    kernels = ("cudnn", "flash3")  # Which one depends on what is installed.
+    assert last in [str(predict_run(run, TENSOR, H100, kernel)) for kernel in kernels]
 
 
 def test_a_tensor_axis_of_0_takes_the_fastest_size_that_fits() -> None:

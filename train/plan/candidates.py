@@ -120,7 +120,8 @@ def is_free(config: Config, name: str) -> bool:
 
 
 def planned_batch_size(config: Config, devices: int) -> int:
-    """Sequences per step: those that were asked for, or else as many for each device."""
+    """Sequences per step: what was asked for, or the preset's rounded up to a multiple of
+    `devices`."""
     if not is_free(config, "batch_size"):
         return config.batch_size
     return -(-config.batch_size // devices) * devices
@@ -130,12 +131,12 @@ def _meshes(config: Config, devices: int) -> Iterator[MeshSizes]:
     """The meshes of all devices whose tensor axis fits the model and a node."""
     asked = config.mesh
     most = devices if config.distributed.tensor_across_processes else GPUS_OF_A_NODE
-    shortest = config.sequence_length // _LEAST_TOKENS_OF_CONTEXT
+    parts = config.sequence_length // _LEAST_TOKENS_OF_CONTEXT
     for tensor in _divisors(devices, asked.tensor):
         if tensor > most or (tensor < GPUS_OF_A_NODE < devices and GPUS_OF_A_NODE % tensor):
             continue
         for context in _divisors(devices // tensor, asked.context if asked.context > 1 else 0):
-            if context > max(shortest, asked.context, 1):
+            if context > max(parts, asked.context, 1):
                 continue
             for fsdp in _divisors(devices // (tensor * context), asked.fsdp):
                 data = devices // (tensor * context * fsdp)
