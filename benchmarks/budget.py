@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from benchmarks.timeline.analysis import COMPUTE, DeviceTimeline, Kind, kind_of
 from benchmarks.timeline.intervals import gaps, intersection, length, union
 from benchmarks.timeline.trace import Event
+from models.rematerialization import recomputes_matmuls
 from train.config import Config, MeshSizes
 
 #: Scopes of the model and the trainer: those whose matmuls are a part of their own, and others.
@@ -158,7 +159,7 @@ def make_floors(config: Config, sizes: MeshSizes, rates: Rates) -> dict[str, flo
 
 def _flops_per_token(config: Config) -> dict[str, float]:
     model, full = config.model, config.remat == "full"
-    again = config.remat in ("attention", "full")
+    again = recomputes_matmuls(config.remat)
     heads = model.num_heads * model.head_dim
     key_value_heads = model.num_key_value_heads * model.head_dim
     block = 2 * model.num_layers * model.features

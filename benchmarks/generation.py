@@ -156,7 +156,10 @@ def _random(generator: Generator) -> dict[str, jax.Array]:
 
 def _check_pytorch(preset: str, config: LlamaConfig, devices: int) -> None:
     """Raises ValueError for a model that PyTorch's candidates cannot run."""
-    unlike = ("tied_head", "projection_bias", "query_key_norm", "sliding_window")
+    unlike = (
+        "tied_head", "projection_bias", "output_bias", "query_key_norm", "sliding_window",
+        "attention_sinks", "expert_bias",
+    )  # fmt: skip
     if other := [name for name in unlike if getattr(config, name)]:
         raise ValueError(
             f"preset={preset!r}: PyTorch's model has no {other[0]}; choose llama3-8b, or leave out"

@@ -124,8 +124,8 @@ class Explanation:
             f"{kept} kept as written": kept,
             f"{alone} left alone{listed}": alone,
         }
-        said = "; ".join(part for part, number in parts.items() if number)
-        return f"{sum(runs[line] for line in plain)} plain gathers and sums: {said}"
+        present = [part for part, number in parts.items() if number]
+        return f"{sum(runs[line] for line in plain)} plain gathers and sums: {'; '.join(present)}"
 
 
 def explain(

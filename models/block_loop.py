@@ -33,15 +33,25 @@ Source = tuple[Tree, Tree | None]
 #: The activations between two blocks, of which the first array is the residual stream, and the
 #: weights of the next one, if it has them already.
 Carry = tuple[Tree, Tree]
-Step = Callable[[Carry, Any], tuple[Carry, Tree]]
+#: ``carry, result = step(carry, number of the block, its kind)``.
+Step = Callable[[Carry, Any, int], tuple[Carry, Tree]]
 
 
 class BlockLoop(Protocol):
-    """An order of execution of `count` blocks of one structure."""
+    """An order of execution of `count` blocks of one structure.
+
+    Blocks may be of several kinds, which take turns: block n is of kind ``n % period``. They have
+    the same parameters, and keep the same for the backward, and compute something else.
+    """
 
     @property
     def count(self) -> int:
         """The number of blocks."""
+        ...
+
+    @property
+    def period(self) -> int:
+        """The number of kinds."""
         ...
 
     def take(self, blocks: Any, number: Any) -> Tree:
@@ -52,13 +62,15 @@ class BlockLoop(Protocol):
         """The number of the block after (offset 1) or before (-1) one; None if there is none."""
         ...
 
-    def applied(self, fun: Callable, blocks: Any, keys: Any, x: Tree, *others: Any) -> Tree:
-        """``x = fun(block, x, *others, key)`` for each block, with JAX's own derivative. `keys` are
-        random keys [count], or None."""
+    def applied(
+        self, funs: Sequence[Callable], blocks: Any, keys: Any, x: Tree, *others: Any
+    ) -> Tree:
+        """``x = fun(block, x, *others, key)`` for each block, by the function of its kind, with
+        JAX's own derivative. `keys` are random keys [count], or None."""
         ...
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, Any]:
-        """Applies ``carry, result = step(carry, number)`` for each block.
+        """Applies the step to each block.
 
         Returns:
           The last carry, and the collection of the results.
@@ -81,9 +93,11 @@ class Unrolled:
 
     Attributes:
       count: the number of blocks.
+      period: the number of kinds.
     """
 
     count: int
+    period: int = 1
 
     def take(self, blocks: Sequence[Tree], number: int) -> Tree:
         """Block `number`."""
@@ -94,19 +108,20 @@ class Unrolled:
         return number + offset if 0 <= number + offset < self.count else None
 
     def applied(
-        self, fun: Callable, blocks: Sequence[Tree], keys: Any, x: Tree, *others: Any
+        self, funs: Sequence[Callable], blocks: Sequence[Tree], keys: Any, x: Tree, *others: Any
     ) -> Tree:
         """``x = fun(block, x, *others, key)`` for each block, with JAX's own derivative."""
-        fun = jax.jit(fun)
+        funs = [jax.jit(fun) for fun in funs]
         for number, block in enumerate(blocks):
-            x = fun(block, x, *others, None if keys is None else keys[number])
+            key = None if keys is None else keys[number]
+            x = funs[number % self.period](block, x, *others, key)
         return x
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, list[Tree]]:
         """Applies the step to each block."""
         results: list[Tree] = []
         for number in range(self.count):
-            carry, result = step(carry, number)
+            carry, result = step(carry, number, number % self.period)
             results.append(result)
         return carry, results
 
@@ -118,7 +133,7 @@ class Unrolled:
         """
         gradients = [last]
         for number in reversed(range(self.count)):
-            (x, weights), own = step(carry, number)
+            (x, weights), own = step(carry, number, number % self.period)
             x, gradients[-1] = _tied(x, gradients[-1])
             gradients.append(own)
             carry = x, weights
@@ -134,11 +149,28 @@ class Scanned:
 
     Attributes:
       count: the number of blocks.
-      unroll: blocks per iteration.
+      unroll: blocks per iteration; there are at least as many as kinds.
+      period: the number of kinds, a divisor of `count`.
     """
 
     count: int
     unroll: int
+    period: int = 1
+
+    @property
+    def _turns(self) -> tuple[int, int]:
+        """The number of iterations with a block of each kind, and how many are unrolled."""
+        return self.count // self.period, max(1, self.unroll // self.period)
+
+    def _by_turns(self, blocks: Tree) -> Tree:
+        """[count, ...] -> [turns, kinds, ...]; the same if there is one kind."""
+        if self.period == 1:
+            return blocks
+        return jax.tree.map(lambda x: x.reshape(-1, self.period, *x.shape[1:]), blocks)
+
+    def _of_kind(self, turn: Tree, kind: int) -> Tree:
+        """A block of one turn."""
+        return turn if self.period == 1 else jax.tree.map(lambda x: x[kind], turn)
 
     def take(self, blocks: Tree, number: jax.Array) -> Tree:
         """Block `number`, int32 []."""
@@ -150,14 +182,18 @@ class Scanned:
         """The number of a neighbour, or of the block itself."""
         return jnp.clip(number + offset, 0, self.count - 1)
 
-    def applied(self, fun: Callable, blocks: Tree, keys: Any, x: Tree, *others: Any) -> Tree:
+    def applied(
+        self, funs: Sequence[Callable], blocks: Tree, keys: Any, x: Tree, *others: Any
+    ) -> Tree:
         """``x = fun(block, x, *others, key)`` for each block, with JAX's own derivative."""
 
-        def step(x: Tree, own: tuple[Tree, Any]) -> tuple[Tree, None]:
-            block, key = own
-            return fun(block, x, *others, key), None
+        def step(x: Tree, turn: tuple[Tree, Any]) -> tuple[Tree, None]:
+            for kind, fun in enumerate(funs):
+                block, key = self._of_kind(turn, kind)
+                x = fun(block, x, *others, key)
+            return x, None
 
-        return lax.scan(step, x, (blocks, keys), unroll=self.unroll)[0]
+        return lax.scan(step, x, self._by_turns((blocks, keys)), unroll=self._turns[1])[0]
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, Tree]:
         """Applies the step to each block.
@@ -165,7 +201,8 @@ class Scanned:
         Results are written to memory that nothing has been written to. `lax.scan` fills it with
         zeros first: a pass over all that is kept for the backward.
         """
-        closed, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(carry, jnp.int32(0))
+        traced = jax.make_jaxpr(step, static_argnums=2, return_shape=True)
+        closed, (_, shapes) = traced(carry, jnp.int32(0), 0)
         structure = jax.tree.structure(shapes)
         avals = closed.out_avals[len(closed.out_avals) - structure.num_leaves :]
         whole = [
@@ -175,26 +212,47 @@ class Scanned:
             for aval in avals
         ]
 
-        def one(number: jax.Array, state: tuple[Carry, list[jax.Array]]) -> Any:
+        def one(turn: jax.Array, state: tuple[Carry, list[jax.Array]]) -> Any:
             carry, whole = state
-            carry, results = step(carry, number)
-            pairs = zip(whole, jax.tree.leaves(results), strict=True)
-            return carry, [lax.dynamic_update_index_in_dim(a, x, number, 0) for a, x in pairs]
+            for kind in range(self.period):
+                number = self._number(turn, kind)
+                carry, results = step(carry, number, kind)
+                pairs = zip(whole, jax.tree.leaves(results), strict=True)
+                whole = [lax.dynamic_update_index_in_dim(a, x, number, 0) for a, x in pairs]
+            return carry, whole
 
-        state = carry, whole
-        carry, whole = lax.fori_loop(0, self.count, one, state, unroll=self.unroll)
+        turns, unroll = self._turns
+        carry, whole = lax.fori_loop(0, turns, one, (carry, whole), unroll=unroll)
         return carry, jax.tree.unflatten(structure, whole)
 
     def run_reversed(self, step: Step, carry: Carry, last: Tree) -> tuple[Carry, Tree, Tree]:
         """Applies the step to each block. Gradients of `last` are complete before the loop."""
         x, last = _tied(carry[0], last)
-        numbers = jnp.arange(self.count)
-        carry, gradients = lax.scan(step, (x, carry[1]), numbers, reverse=True, unroll=self.unroll)
-        return carry, gradients, last
+        turns, unroll = self._turns
+
+        def one(carry: Carry, turn: jax.Array) -> tuple[Carry, list[Tree]]:
+            gradients = []
+            for kind in reversed(range(self.period)):
+                carry, own = step(carry, self._number(turn, kind), kind)
+                gradients.append(own)
+            return carry, gradients[::-1]
+
+        carry = x, carry[1]
+        carry, each = lax.scan(one, carry, jnp.arange(turns), reverse=True, unroll=unroll)
+        if self.period == 1:
+            return carry, each[0], last
+
+        def whole(*kinds: jax.Array) -> jax.Array:
+            return jnp.stack(kinds, 1).reshape(self.count, *kinds[0].shape[1:])
+
+        return carry, jax.tree.map(whole, *each), last
+
+    def _number(self, turn: jax.Array, kind: int) -> jax.Array:
+        return turn if self.period == 1 else turn * self.period + kind
 
 
 def apply_blocks(
-    fun: Callable[..., Tree],
+    funs: Sequence[Callable[..., Tree]],
     use: ParameterUse,
     loop: BlockLoop,
     parameters: Any,
@@ -207,7 +265,7 @@ def apply_blocks(
     """Applies ``x = fun(use.weights(own parameters), x, *others)`` for each block.
 
     Args:
-      fun: traced once for all blocks.
+      funs: a function for each kind of block, traced once for all blocks of it.
       use: what makes weights of parameters.
       loop: the order of execution.
       parameters: the parameters of the blocks, a collection as the loop has it.
@@ -226,8 +284,8 @@ def apply_blocks(
     def apply(parameters: Any, x: Tree, last: Tree, gathered: tuple, others: Tree) -> tuple:
         blocks = _Blocks(use, loop, parameters, gathered[0])
 
-        def block(weights: Tree, x: Tree) -> tuple[Tree, tuple]:
-            return fun(weights, x, *others), ()
+        def block(kind: int, weights: Tree, x: Tree) -> tuple[Tree, tuple]:
+            return funs[kind](weights, x, *others), ()
 
         y, last, _, _ = _forward(blocks, block, blocks.weights(0), x, (last, gathered[1]))
         return y, last
@@ -237,16 +295,19 @@ def apply_blocks(
     ) -> tuple[tuple, Partial]:
         blocks = _Blocks(use, loop, parameters, gathered[0])
         weights = blocks.weights(0)
-        split = split_pullback(fun, weights, x, *others)
+        splits = [split_pullback(fun, weights, x, *others) for fun in funs]
 
-        def block(weights: Tree, x: Tree) -> tuple[Tree, list[jax.Array]]:
-            return split.forward(weights, x, *others)
+        def block(kind: int, weights: Tree, x: Tree) -> tuple[Tree, list[jax.Array]]:
+            return splits[kind].forward(weights, x, *others)
+
+        def pullback(kind: int, *arguments: Any) -> tuple[Tree, Tree]:
+            return splits[kind].backward(*arguments)
 
         y, last, weights, kept = _forward(blocks, block, weights, x, (last, gathered[1]))
 
         def pull(blocks: _Blocks, weights: Tree, kept: Any, dy: Tree, d_last: Tree) -> tuple:
             d_last = None if d_last is None else use.gradients(d_last, whole=True)
-            d_parameters, dx, d_last = _backward(blocks, split.backward, weights, kept, dy, d_last)
+            d_parameters, dx, d_last = _backward(blocks, pullback, weights, kept, dy, d_last)
             return d_parameters, dx, d_last, None, None
 
         return (y, last), Partial(pull, blocks, weights, kept)
@@ -304,7 +365,7 @@ def _begin(
 
 def _forward(
     blocks: _Blocks,
-    block: Callable[[Tree, Tree], tuple[Tree, Any]],
+    block: Callable[[int, Tree, Tree], tuple[Tree, Any]],
     weights: Tree,
     x: Tree,
     last: Source | tuple[None, None],
@@ -313,19 +374,19 @@ def _forward(
     kept."""
     use = blocks.use
 
-    @jax.jit
-    def compute(x: Tree, weights: Tree, source: Source | None) -> tuple[Carry, Any]:
+    @functools.partial(jax.jit, static_argnums=0)
+    def compute(kind: int, x: Tree, weights: Tree, source: Source | None) -> tuple[Carry, Any]:
         x, weights, following = _begin(use, x, weights, source)
-        y, kept = block(weights, x)
+        y, kept = block(kind, weights, x)
         return (y, following), kept
 
-    def step(carry: Carry, number: Any) -> tuple[Carry, Any]:
+    def step(carry: Carry, number: Any, kind: int) -> tuple[Carry, Any]:
         nonlocal last
         x, weights = carry
         source = blocks.source(number, 1)
         if source is None:
             x, last = _tied_source(x, last)
-        return compute(x, weights, source)
+        return compute(kind, x, weights, source)
 
     carry = x, (weights if use.gathers == "blocks" else ())
     (y, weights), kept = blocks.loop.run(step, carry)
@@ -335,7 +396,7 @@ def _forward(
 
 def _backward(
     blocks: _Blocks,
-    pullback: Callable[[Tree, Any, Tree], tuple[Tree, Tree]],
+    pullback: Callable[[int, Tree, Any, Tree], tuple[Tree, Tree]],
     weights: Tree,
     kept: Any,
     dy: Tree,
@@ -343,14 +404,14 @@ def _backward(
 ) -> tuple[Any, Tree, Tree | None]:
     """The gradients of the parameters, of the input of the first block, and of `last`."""
 
-    @jax.jit
-    def compute(dy: Tree, weights: Tree, source: Any, kept: Any) -> tuple[Carry, Tree]:
+    @functools.partial(jax.jit, static_argnums=0)
+    def compute(kind: int, dy: Tree, weights: Tree, source: Any, kept: Any) -> tuple[Carry, Tree]:
         dy, weights, following = _begin(blocks.use, dy, weights, source)
-        gradients, dx = pullback(weights, kept, dy)
+        gradients, dx = pullback(kind, weights, kept, dy)
         return (dx, following), blocks.use.gradients(gradients)
 
-    def step(carry: Carry, number: Any) -> tuple[Carry, Tree]:
-        return compute(*carry, blocks.source(number, -1), blocks.loop.take(kept, number))
+    def step(carry: Carry, number: Any, kind: int) -> tuple[Carry, Tree]:
+        return compute(kind, *carry, blocks.source(number, -1), blocks.loop.take(kept, number))
 
     (dx, _), gradients, d_last = blocks.loop.run_reversed(step, (dy, weights), d_last)
     return as_float32(gradients), dx, as_float32(d_last)

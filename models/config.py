@@ -92,10 +92,17 @@ class LlamaConfig:
     """Name of the family in `models.families`: how Hugging Face's files name the same model."""
     projection_bias: bool = False
     """Whether queries, keys and values have biases."""
+    output_bias: bool = False
+    """Whether the output projection of attention has a bias."""
+    attention_sinks: bool = False
+    """Whether each head has a learnt score that takes part in its softmax and has no value."""
     query_key_norm: bool = False
     """Whether each head of queries and keys is normed before the rotary embedding."""
     sliding_window: int | None = None
     """Number of tokens that a token attends to, itself included; None: all before it."""
+    full_attention_period: int | None = None
+    """Of so many layers the last attends to all tokens before it, whatever sliding_window is; None:
+    no layer does."""
     num_experts: int | None = None
     """Number of experts of each layer, which take the place of its feed-forward; None: no
     experts."""
@@ -103,6 +110,10 @@ class LlamaConfig:
     """Number of experts that a router chooses for each token; None if there are no experts."""
     normalize_expert_weights: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
+    expert_bias: bool = False
+    """Whether routers and experts have biases."""
+    expert_activation: Literal["silu", "gpt_oss"] = "silu"
+    """The activation of experts, as `collective_matmul.expert_mlp` takes it."""
     router_loss_weight: float = 0.0
     """What the model was trained with: the weight, in its loss, of the one that balances
     experts."""
@@ -135,6 +146,11 @@ class LlamaConfig:
                 " same number of query heads"
             )
         self._check_experts()
+        if self.full_attention_period is not None and self.sliding_window is None:
+            raise ValueError(
+                f"full_attention_period={self.full_attention_period}: the model has no"
+                " sliding_window; give one, or leave out the period"
+            )
         if self.vocabulary_rows < self.vocabulary_size:
             raise ValueError(
                 f"padded_vocabulary_size={self.padded_vocabulary_size}: expected at least"
@@ -152,6 +168,16 @@ class LlamaConfig:
                 f"num_experts={experts} and num_experts_per_token={chosen}: give both, or neither"
                 " for a model without experts"
             )
+        if experts is None and (self.expert_bias or self.expert_activation != "silu"):
+            raise ValueError(
+                f"expert_bias={self.expert_bias} and"
+                f" expert_activation={self.expert_activation!r}: the model has no experts; give"
+                " num_experts too"
+            )
+        if self.expert_activation not in ("silu", "gpt_oss"):
+            raise ValueError(
+                f"expert_activation={self.expert_activation!r}: expected silu or gpt_oss"
+            )
         if experts is not None and chosen is not None and chosen > experts:
             raise ValueError(
                 f"num_experts_per_token={chosen}: expected at most num_experts={experts}"
@@ -160,6 +186,16 @@ class LlamaConfig:
             raise ValueError(
                 f"router_loss_weight={self.router_loss_weight}: expected 0 or a positive number"
             )
+
+    @property
+    def layer_period(self) -> int:
+        """The number of kinds of layers, which take turns."""
+        return self.full_attention_period or 1
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of a layer, by its number."""
+        is_full = self.full_attention_period and (layer + 1) % self.full_attention_period == 0
+        return None if is_full else self.sliding_window
 
     @property
     def matmul_parameters(self) -> int:

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from models import explicit_layers
+from models.block_loop import Scanned, Unrolled
 from models.config import LlamaConfig
 from models.documents import Documents, locate_documents
 from models.explicit_layers import batch_axes
@@ -66,8 +67,8 @@ class GatheredWeight(NamedTuple):
     weight: jax.Array
 
 
-#: A block as a function of its parameters.
-ApplyBlock = Callable[[Any, jax.Array, Documents | None], jax.Array]
+#: A block as a function of its kind, its parameters, its input, documents and None.
+ApplyBlock = Callable[[int, Any, jax.Array, Documents | None, None], jax.Array]
 
 
 def loss(
@@ -142,19 +143,17 @@ def _apply_blocks(
     if model.remat == "none" and _gathers(model):
         # Else whole weights would be kept for the backward. XLA does not merge gathers, and may
         # fuse again what is cheap.
-        block = jax.checkpoint(block, policy=_is_not_gathered, prevent_cse=False)
-    # All blocks have the same graph, so one function is traced once for all of them.
-    apply_block = jax.jit(rematerialize(block, model.remat))
+        options: Any = dict(policy=_is_not_gathered, prevent_cse=False)
+        block = jax.checkpoint(block, static_argnums=0, **options)
+    # All blocks of a kind have the same graph, so one function is traced once for all of them.
+    kinds = range(config.layer_period)
+    funs = [rematerialize(functools.partial(block, kind), model.remat) for kind in kinds]
     layers: Any = model.layers
-    if not model.scan_layers:
-        for number in range(model.num_layers):
-            x = apply_block(nnx.state(layers[number]), x, documents)
-        return x
-
-    def step(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-        return apply_block(weights, x, documents), None
-
-    return lax.scan(step, x, nnx.state(layers), unroll=model.scan_layers)[0]
+    if model.scan_layers:
+        loop = Scanned(model.num_layers, model.scan_layers, config.layer_period)
+        return loop.applied(funs, nnx.state(layers), None, x, documents)
+    loop = Unrolled(model.num_layers, config.layer_period)
+    return loop.applied(funs, [nnx.state(layer) for layer in layers], None, x, documents)
 
 
 def _block(model: Llama, config: LlamaConfig) -> ApplyBlock:
@@ -176,10 +175,13 @@ def _block(model: Llama, config: LlamaConfig) -> ApplyBlock:
     def gathered(parameter: jax.Array | GatheredWeight) -> jax.Array:
         return whole(_weight_of(parameter), model.axis_name, model.dtype)
 
-    def apply(weights: nnx.State, x: jax.Array, documents: Documents | None) -> jax.Array:
-        return nnx.merge(graph, jax.tree.map(gathered, weights, is_leaf=_is_gathered))(
-            x, documents
-        )[0]
+    def apply(
+        kind: int, weights: nnx.State, x: jax.Array, documents: Documents | None, key: None
+    ) -> jax.Array:
+        del key
+        own: Any = nnx.merge(graph, jax.tree.map(gathered, weights, is_leaf=_is_gathered))
+        own.attention.window = config.window_of(kind)
+        return own(x, documents)[0]
 
     return apply
 

@@ -42,7 +42,7 @@ class RowParallelLinear(plain.RowParallelLinear):
         kernel = self.kernel[...].astype(self.dtype)
         rows = P(batch_axes(x), self.axis_name)
         y = jnp.tensordot(x, kernel, kernel.ndim - 1, out_sharding=rows)
-        return checkpoint_name(y, CHECKPOINT_NAME)
+        return self.with_bias(checkpoint_name(y, CHECKPOINT_NAME))
 
 
 class AttentionProjection(plain.AttentionProjection):

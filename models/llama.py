@@ -10,22 +10,20 @@ Recomputation in Large Transformer Models", 2022.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collective_matmul import (
-    all_gather_matmul,
-    context_attention,
-    dot_product_attention,
-)
+from collective_matmul import all_gather_matmul
 from collective_matmul import layers as collective
 from collective_matmul.layers import RouterStatistics
-from models import plain, rotary, vocabulary
+from models import plain, vocabulary
 from models.adapters import Training, set_dropout
+from models.attention import Attention, ContextAxis
 from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
 from models.chunked_loss import loss_in_chunks
 from models.config import LlamaConfig
@@ -43,122 +41,12 @@ Stream = tuple[jax.Array, RouterStatistics | None]
 _kernel_init = nnx.initializers.normal(stddev=0.02)
 
 
-class ContextAxis(NamedTuple):
-    """A mesh axis that divides sequences, and what exchanges keys and values over it."""
-
-    name: str
-    implementation: str | tuple[str, ...] | None = None
-
-
-class Attention(nnx.Module):
-    """Causal grouped-query attention; the heads are sharded over the tensor axis.
-
-    Args:
-      config: shape of the model.
-      layers: the module that provides the linear layers, `collective_matmul.layers` or
-        `models.plain`.
-      key_value_copies: number of devices that have the same keys and values.
-      attention: the kernel, as `collective_matmul.dot_product_attention` takes it; None chooses.
-      context: the mesh axis that divides sequences, and what exchanges keys and values, as
-        `collective_matmul.context_attention` takes it; None: sequences are whole.
-      **layer_options: options of all linear layers; `fp8` is a recipe by name of the layer.
-    """
-
-    def __init__(
-        self,
-        config: LlamaConfig,
-        layers: Any,
-        *,
-        key_value_copies: int = 1,
-        attention: str | None = None,
-        context: ContextAxis | None = None,
-        **layer_options,
-    ):
-        self.projection = layers.AttentionProjection(
-            config.features,
-            config.num_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            key_value_copies=key_value_copies,
-            use_bias=config.projection_bias,
-            **of_layer("layers.attention.projection", layer_options),
-        )
-        if config.query_key_norm:
-            self.query_norm = RMSNorm(config.head_dim, epsilon=config.norm_epsilon)
-            self.key_norm = RMSNorm(config.head_dim, epsilon=config.norm_epsilon)
-        self.output = layers.RowParallelLinear(
-            (config.num_heads, config.head_dim),
-            config.features,
-            **of_layer("layers.attention.output", _of_rows(layer_options)),
-        )
-        self.config = config
-        self.implementation, self.context = attention, context
-
-    def __call__(self, x: jax.Array, documents: Documents | None = None) -> jax.Array:
-        """[B, s, features] -> [B, s, features]. Without `documents`, a sequence is one document."""
-        query, key, value = self.heads(x, None if documents is None else documents.positions)
-        attended = self.attend(query, key, value, documents)
-        with jax.named_scope("attention_output"):
-            return self.output(attended)
-
-    @jax.named_scope("attention")
-    def attend(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, documents: Documents | None = None
-    ) -> jax.Array:
-        """Causal attention of what `heads` returns: [B, S, heads/D, head_dim]."""
-        segments = None if documents is None else documents.segments
-        if self.context is not None:
-            return context_attention(
-                query,
-                key,
-                value,
-                self.context.name,
-                window=self.config.sliding_window,
-                segment_ids=None if segments is None else segments.ids,
-                max_segments=None if segments is None else segments.most,
-                implementation=self.context.implementation,
-                attention_implementation=self.implementation,
-            )
-        return dot_product_attention(
-            query,
-            key,
-            value,
-            window=self.config.sliding_window,
-            segment_ids=segments,
-            implementation=self.implementation,
-        )
-
-    def heads(
-        self, x: jax.Array, positions: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, of which the first two are rotated.
-
-        Args:
-          x: [B, s, features].
-          positions: int32 [B, S], as `rotary.rotate` takes them.
-
-        Returns:
-          Three of [B, S, heads/D, head_dim].
-        """
-        with jax.named_scope("qkv"):
-            query, key, value = self.projection(x)
-        if self.config.query_key_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        frequencies = rotary.frequencies(self.config)
-        factor = rotary.attention_factor(self.config)
-        with jax.named_scope("rotary"):
-            query, key = (
-                rotary.rotate(heads, frequencies, positions, factor=factor)
-                for heads in (query, key)
-            )
-        return query, key, value
-
-
 class Block(nnx.Module):
     """Attention, then feed-forward or experts, each applied to a norm of the residual stream and
     added to it.
 
-    The arguments are those of `Attention`, and `experts` says where experts are, if there are any.
+    The arguments are those of `Attention`, and `experts` says where experts are, if there are any,
+    and `layer` is the number of the block.
     """
 
     def __init__(
@@ -170,10 +58,12 @@ class Block(nnx.Module):
         attention: str | None = None,
         context: ContextAxis | None = None,
         experts: ExpertPlacement | None = None,
+        layer: int = 0,
         **layer_options,
     ):
         self.attention_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         own: dict[str, Any] = {"key_value_copies": key_value_copies, "context": context}
+        own["window"] = config.window_of(layer)
         self.attention = Attention(config, layers, attention=attention, **own, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.has_experts = config.num_experts is not None
@@ -269,7 +159,8 @@ class Llama(nnx.Module):
 
     Raises:
       ValueError: for an unknown `remat`, `implementation` or `fp8`, a pattern that matches no
-        layer, or a `loss_chunk` of no token.
+        layer, a `loss_chunk` of no token, or a number of layers that the period of their kinds does
+        not divide, with `scan_layers`.
     """
 
     def __init__(
@@ -302,6 +193,12 @@ class Llama(nnx.Module):
             raise ValueError(f"remat={remat!r}: expected one of {', '.join(get_args(Remat))}")
         if loss_chunk is not None and loss_chunk < 1:
             raise ValueError(f"loss_chunk={loss_chunk}: expected at least 1 token, or None for all")
+        if scan_layers and config.num_layers % config.layer_period:
+            raise ValueError(
+                f"scan_layers={scan_layers}: num_layers={config.num_layers} is not a multiple of"
+                f" full_attention_period={config.full_attention_period}, whose layers are an"
+                " iteration; choose 0"
+            )
         layers, options = _layers_and_options(implementation, fp8, fp8_layers)
         options |= dict(axis_name=axis_name, dtype=dtype, kernel_init=_kernel_init, rngs=rngs)
         self.freezes = training is not None and training.freezes
@@ -337,17 +234,17 @@ class Llama(nnx.Module):
             eager_sharding=False,
         )
 
-        def block(rngs: nnx.Rngs | Keys) -> Block:
+        def block(rngs: nnx.Rngs | Keys, layer: int = 0) -> Block:
             own: dict[str, Any] = {"key_value_copies": key_value_copies, "attention": attention}
             own["context"] = self.context
-            own |= {"experts": placement, **options, "rngs": rngs}
+            own |= {"experts": placement, "layer": layer, **options, "rngs": rngs}
             return Block(config, layers, **own)
 
         count = config.num_layers
         if scan_layers:
             self.layers = stack_blocks(block, count, rngs)
         else:
-            self.layers = nnx.List([block(rngs) for _ in range(count)])
+            self.layers = nnx.List([block(rngs, layer) for layer in range(count)])
         self.norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.head = (
             None
@@ -487,21 +384,24 @@ class Llama(nnx.Module):
         graph = nnx.graphdef(block)
 
         def apply(
-            weights: nnx.State, x: Stream, documents: Documents | None, key: Any = None
+            kind: int, weights: nnx.State, x: Stream, documents: Documents | None, key: Any = None
         ) -> Stream:
             block: Any = nnx.merge(graph, weights)
+            block.attention.window = self.config.window_of(kind)
             set_dropout(block, key)
             y, statistics = block(x[0], documents)
             return y, with_statistics_of(x[1], statistics)
 
-        # All blocks have the same graph, so one function is traced once for all of them.
-        apply = rematerialize(apply, self.remat)
+        # All blocks have the same graph but for their window, so one function is traced once for
+        # all of a kind.
+        kinds = range(self.config.layer_period)
+        funs = [rematerialize(functools.partial(apply, kind), self.remat) for kind in kinds]
         loop, own = self._loop(parameters)
         others = None if gathered is None else self._loop(gathered)[1]
         if self.freezes:
             # JAX's own derivative computes nothing for what is not differentiated. Keys are
             # arguments, so what is computed again has the same masks.
-            x = loop.applied(apply, own, _keys(dropout_key, loop.count), x, documents)
+            x = loop.applied(funs, own, _keys(dropout_key, loop.count), x, documents)
             return x, self._weights(last, gathered)
         if self.scan_layers or use is not None:
             waiting: dict[str, Any] = {}
@@ -509,23 +409,24 @@ class Llama(nnx.Module):
                 before = None if gathered is None else _select(gathered, *names)
                 waiting = {"last": last, "gathered_last": before}
             use = use or Unchanged()
-            x, weights = apply_blocks(apply, use, loop, own, others, x, documents, **waiting)
+            x, weights = apply_blocks(funs, use, loop, own, others, x, documents, **waiting)
             if gathers_blocks:
                 return x, weights
         else:
-            apply_block = jax.jit(apply)
+            funs = [jax.jit(fun) for fun in funs]
             for number in range(self.num_layers):
                 whole = None if others is None else others[number]
-                x = apply_block(self._weights(own[number], whole), x, documents)
+                x = funs[number % len(funs)](self._weights(own[number], whole), x, documents)
         # Else a head that has its own weight_axis_name gathers it.
         return x, self._weights(last, gathered, whole=self.loss_chunk is not None)
 
     def _loop(self, state: nnx.State) -> tuple[BlockLoop, Any]:
         """The loop over blocks, and the parameters of the blocks as it takes them."""
         blocks: Any = state["layers"]
+        count, period = self.num_layers, self.config.layer_period
         if self.scan_layers:
-            return Scanned(self.num_layers, self.scan_layers), blocks
-        return Unrolled(self.num_layers), [blocks[number] for number in range(self.num_layers)]
+            return Scanned(count, self.scan_layers, period), blocks
+        return Unrolled(count, period), [blocks[number] for number in range(count)]
 
     def loss(
         self,
@@ -580,11 +481,6 @@ def _hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ..
 def _keys(key: jax.Array | None, count: int) -> jax.Array | None:
     """A random key for each block."""
     return None if key is None else jax.random.split(key, count)
-
-
-def _of_rows(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a layer that writes to the residual stream."""
-    return options | ({"weight_dimension": 1} if "weight_dimension" in options else {})
 
 
 def _select(state: nnx.State, *names: str) -> nnx.State:

@@ -30,10 +30,15 @@ class Options(TypedDict):
     rngs: nnx.Rngs
 
 
-class ColumnOptions(Options, total=False):
-    """Options of column-parallel layers."""
+class RowOptions(Options, total=False):
+    """Options of row-parallel layers."""
 
     use_bias: bool
+
+
+class ColumnOptions(RowOptions, total=False):
+    """Options of column-parallel layers."""
+
     copies: int
 
 
@@ -87,21 +92,31 @@ class ColumnParallelLinear(nnx.Module):
 
 class RowParallelLinear(nnx.Module):
     """A linear layer with sharded input features. It multiplies, then scatters the sum over
-    devices."""
+    devices. A bias is added once, after the sum."""
+
+    bias: nnx.Param[jax.Array] | None
 
     def __init__(
-        self, in_features: int | tuple[int, ...], out_features: int, **options: Unpack[Options]
+        self, in_features: int | tuple[int, ...], out_features: int, **options: Unpack[RowOptions]
     ):
         rows = in_features if isinstance(in_features, tuple) else (in_features,)
         self.axis_name, self.dtype = options["axis_name"], options["dtype"]
         self.kernel = _kernel(rows, (out_features,), 0, options, self.axis_name)
+        self.bias = nnx.data(None)
+        if options.get("use_bias"):
+            zeros = nnx.initializers.zeros(options["rngs"].params(), (out_features,), jnp.float32)
+            self.bias = nnx.Param(zeros, out_sharding=(None,), eager_sharding=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, S, in_features[0]/D, *in_features[1:]] -> [B, s, out_features]."""
         kernel = self.kernel[...].astype(self.dtype)
         y = jnp.tensordot(x, kernel, kernel.ndim - 1)
         y = lax.psum_scatter(y, self.axis_name, scatter_dimension=1, tiled=True)
-        return checkpoint_name(y, CHECKPOINT_NAME)
+        return self.with_bias(checkpoint_name(y, CHECKPOINT_NAME))
+
+    def with_bias(self, y: jax.Array) -> jax.Array:
+        """[B, s, out_features] -> the same, with the bias if there is one."""
+        return y if self.bias is None else y + self.bias[...].astype(self.dtype)[None, None]
 
 
 class AttentionProjection(nnx.Module):

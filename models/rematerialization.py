@@ -31,6 +31,11 @@ _SAVED: dict[Remat, tuple[str, ...]] = {
 }
 
 
+def recomputes_matmuls(remat: Remat) -> bool:
+    """Whether the backward of a block repeats its matmuls."""
+    return remat in ("attention", "full")
+
+
 def rematerialize(fun: Callable, remat: Remat) -> Callable:
     """A function whose backward recomputes what `remat` says, as in `Llama`."""
     if remat == "none":

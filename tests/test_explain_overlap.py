@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import explain, overlap
+from collective_matmul.explain import Explanation
 from collective_matmul.rewrite import find_sites
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import BFLOAT16, H200
@@ -55,6 +56,14 @@ def test_a_program_without_sites_has_a_total_alone(make_mesh: MeshFactory) -> No
     assert str(explain(sums)(jnp.ones(4))) == f"{total} (verbose lists them)"
     *_, last = str(explain(sums, verbose=True)(jnp.ones(4))).splitlines()
     assert last == total
+
+
+def test_sites_that_keep_their_equations_are_counted_apart(make_mesh: MeshFactory) -> None:
+    site, *_ = explain(plain(make_mesh({AXIS: 2})))(*flat_arguments()).plain
+    kept = replace(site, kept=True)
+    explanation = Explanation((), (kept,), {kept.line: 3})
+    *_, total = explanation.table(WIDE).splitlines()
+    assert total == "3 plain gathers and sums: 3 kept as written"
 
 
 @pytest.mark.needs("fused")

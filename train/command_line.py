@@ -22,16 +22,20 @@ from train.config import Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
 from train.context import describe_context
 from train.defaults import describe_defaults, implied, with_values
-from train.dry_run import dry_run
+from train.dry_run import attention_kernel, device_kind_of, dry_run
 from train.evaluate_only import evaluate_only
 from train.evaluation import evaluated_sequences
 from train.experts import describe_experts
 from train.initial_weights import model_name, with_model_of
 from train.loop import NonFiniteError, train
 from train.loss_chunks import describe_loss_chunks
-from train.mesh import mesh_sizes
 from train.metrics import Record
 from train.muon import describe_muon
+from train.plan.communication import GPUS_OF_A_NODE
+from train.plan.mesh_choice import planned_mesh_sizes
+from train.plan.run import describe_step_time, predict_run
+from train.plan.step_time import unpredicted_reason
+from train.plan.table import CHOSEN, print_plan
 from train.presets import PRESETS
 from train.processes import connected, describe_processes, is_first, is_told_elsewhere, own_name
 from train.renamed import current_arguments
@@ -52,9 +56,14 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
         # JAX's attention and optax mix dtypes, which the environment may forbid.
         jax.config.update("jax_numpy_dtype_promotion", "standard")
         simulate_devices("cpu_devices", config.cpu_devices)
+        if config.plan:
+            print_plan(with_model_of(config), _without(arguments, *CHOSEN), Console())
+            return
         if config.dry_run:
             config = with_model_of(config)
-            dry_run(config, mesh_sizes(config, _any_number(config)), Console())
+            devices, kind = _any_number(config), device_kind_of(config)
+            sizes = planned_mesh_sizes(config, devices, min(devices, GPUS_OF_A_NODE), kind)
+            dry_run(config, sizes, Console())
             return
         stack.enter_context(connected(config.distributed))
         console = Console(quiet=not is_first())
@@ -183,6 +192,7 @@ def conclude(
     """Prints the result, and the commands to continue and to compare."""
     config, last = setup.config, records[-1]
     lines = [f"done: {last.step} steps, loss {records[0].loss:.4f} → {last.loss:.4f}"]
+    lines += _step_time(setup, records)
     plain = _without(
         arguments, "--resume", "--resume-step", "--steps", "--profile", "--profile-dir"
     )
@@ -210,6 +220,16 @@ def conclude(
     lines.append(f"to compare: {shlex.join(compare)} --a overlap=xla --b overlap=ring")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _step_time(setup: Setup, records: list[Record]) -> list[str]:
+    """The predicted step time beside the measured one; nothing where none is predicted."""
+    config, sizes = setup.config, MeshSizes(**setup.mesh.shape)
+    kind = setup.mesh.devices.flat[0].device_kind
+    if unpredicted_reason(config, kind) is not None:
+        return []
+    kernel = attention_kernel(config, sizes, setup.mesh.abstract_mesh)
+    return [describe_step_time(predict_run(config, sizes, kind, kernel), records)]
 
 
 def _interpreter() -> str:

@@ -99,7 +99,7 @@ def _variant(shared: Sequence[str], changes: Sequence[str]) -> Config:
         if "=" not in change:
             raise ValueError(f"{change!r}: expected FIELD=VALUE, as in overlap=ring")
     config = parse([*shared, *(f"--{change}" for change in changes)], "python -m train.compare")
-    for name in ("dry_run", "print_config", "resume", "wandb"):
+    for name in ("dry_run", "plan", "print_config", "resume", "wandb"):
         if getattr(config, name):
             raise ValueError(f"{name}: comparing trains all variants from step 0; leave it out")
     for name in ("checkpoint_dir", "log_file", "tensorboard"):

@@ -71,7 +71,8 @@ class MeshConfig:
     """Number of devices that --zero shards weights over, each with sequences of its own; 0: one,
     with --zero as many as the remaining devices allow."""
     tensor: int = 0
-    """Number of devices that share one copy and each sequence; 0: as many as divide the model."""
+    """Number of devices that share one copy and each sequence; 0: on known GPUs the number with the
+    shortest predicted step, else as many as divide the model."""
     context: int = 1
     """Number of parts of each sequence, for long ones: devices with different tokens, which attend
     to each other's. --zero shards weights over them too. 0 and 1: sequences are whole."""
@@ -267,10 +268,17 @@ class Config:
     """Print the configuration as JSON and stop."""
     dry_run: bool = False
     """Print bytes per device and the collective matmuls, and stop; the mesh may have any size."""
+    plan: bool = False
+    """Print the fastest meshes, --zero, --remat and microbatches that fit --devices, with their
+    predicted step times, and stop. Flags that differ from the preset's are kept."""
     verbose: bool = False
     """List, in a dry run, the gathers and sums that are left alone, each with the reason."""
     device: Literal["H200", "H100", "A100"] | None = None
-    """GPU that a dry run predicts for; default: those of this machine, or H200."""
+    """GPU that a plan or a dry run predicts for; default: those of this machine, or H200."""
+    devices: int | None = None
+    """Number of GPUs that a plan is for; default: those of this machine."""
+    plan_network: float = 50.0
+    """GB/s that each GPU sends to other nodes, for predicted step times."""
 
     def __post_init__(self) -> None:
         if self.resume_step is not None:

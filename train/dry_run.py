@@ -23,6 +23,8 @@ from train.mesh import make_abstract_mesh
 from train.metrics import Device
 from train.muon import describe_muon
 from train.optimizer import make_optimizer
+from train.plan.communication import GPUS_OF_A_NODE
+from train.plan.run import predict_run
 from train.state import ModelFunctions, describe_trained, state_on_mesh
 from train.step import sharded_step
 from train.zero import describe_zero
@@ -51,10 +53,6 @@ GPUS = {
         "times on an A100 are estimated from its data sheet, for xla and rings; none was measured",
     ),
 }
-
-
-#: A process has the GPUs of a node.
-GPUS_OF_A_NODE = 8
 
 
 def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
@@ -103,8 +101,12 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
 
     if sizes.context == 1:  # Else it is one of the ops of the table below.
         alone = " of whole sequences" if config.separate_documents or config.chat else ""
-        line = f"attention of each layer{alone}: {attention_of(config, sizes, mesh)}"
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        for number in range(config.model.layer_period):
+            kind = f"layer {number} of {config.model.layer_period}"
+            which = "each layer" if config.model.layer_period == 1 else kind
+            window = config.model.window_of(number)
+            line = f"attention of {which}{alone}: {attention_of(config, sizes, mesh, window)}"
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
     step = sharded_step(config, model, optimizer, mesh)
     where = "here" if gpu is None else f"on {gpu.device.device_kind}"
     lines = [f"one step {where}, with the number of times that each op runs:"]
@@ -112,12 +114,40 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         lines.insert(0, gpu.remark)
     explained = explain(step, peer_kernels=False, verbose=config.verbose)
     lines.append(str(explained(state, abstract_batch(config, config.batch_size))))
+    lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def attention_of(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> AttentionDecision:
-    """The kernel of attention, and why; for a sequence of one document."""
+def device_kind_of(config: Config) -> str:
+    """JAX's name of the GPU that a dry run predicts for."""
+    if config.device is None and jax.default_backend() == "gpu":
+        return jax.local_devices()[0].device_kind
+    return GPUS[config.device or "H200"].device.device_kind
+
+
+def describe_prediction(
+    config: Config, sizes: MeshSizes, device_kind: str, mesh: AbstractMesh
+) -> str:
+    """The predicted time of a step, or why there is none."""
+    try:
+        kernel = attention_kernel(config, sizes, mesh)
+        return str(predict_run(config, sizes, device_kind, kernel))
+    except ValueError as error:
+        return str(error)
+
+
+def attention_kernel(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> str:
+    """The kernel of attention in the layers that see the most tokens."""
+    windows = [config.model.window_of(number) for number in range(config.model.layer_period)]
+    widest = None if None in windows else max(filter(None, windows))
+    return attention_of(config, sizes, mesh, widest).implementation
+
+
+def attention_of(
+    config: Config, sizes: MeshSizes, mesh: AbstractMesh, window: int | None
+) -> AttentionDecision:
+    """The kernel of attention with a sliding window, and why; for a sequence of one document."""
     model, dtype = config.model, config.compute_dtype
     groups = sizes.data * sizes.fsdp * config.gradient_accumulation_steps
     tokens = config.batch_size // groups, config.sequence_length
@@ -130,7 +160,7 @@ def attention_of(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> Attent
         return explain_attention(
             query,
             key,
-            window=model.sliding_window,
+            window=window,
             implementation=None if config.attention == "auto" else config.attention,
         )
 

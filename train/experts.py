@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from models.config import LlamaConfig
+from models.rematerialization import recomputes_matmuls
 from train.config import Config, MeshSizes
 
 _AXES = {"tensor": ("tensor",), "fsdp": ("fsdp",), "both": ("fsdp", "tensor"), "none": ()}
@@ -22,6 +23,19 @@ _BACKENDS = ("xla", "ring", "ring_two_way", "ring_direct")
 def is_expert(name: str) -> bool:
     """Whether a parameter has the matrices of experts: [..., experts, rows, columns]."""
     return "experts.w_" in name
+
+
+def is_expert_bias(name: str) -> bool:
+    """Whether a parameter has the biases of experts: [..., experts, features]."""
+    return "experts.b_" in name
+
+
+def expert_dimension(name: str) -> int | None:
+    """The dimension of a parameter that counts experts, from the end; None without one.
+
+    Devices that it is divided over have different experts, which stay where they are.
+    """
+    return -3 if is_expert(name) else -2 if is_expert_bias(name) else None
 
 
 def expert_axes(config: Config) -> tuple[str, ...]:
@@ -127,7 +141,7 @@ def describe_experts(config: Config, sizes: MeshSizes, active_parameters: int) -
         f" divided over {where}; {active_parameters:,} parameters are active"
     ]
     room = f"room for all tokens at one device: {worst_case_bytes(config, sizes):,} bytes"
-    if config.recompute_expert_hidden or config.remat in ("attention", "full"):
+    if config.recompute_expert_hidden or recomputes_matmuls(config.remat):
         lines.append(f"hidden features of experts are computed again; else {room} in each layer")
     else:
         lines.append(f"hidden features of experts are kept, with {room} in each layer")

@@ -16,10 +16,10 @@ from train.state import FROZEN, TrainState, init_state, state_on_mesh, trained_p
 
 # Fields that do not influence any number of a run, or not after its beginning.
 _WITHOUT_INFLUENCE = (
-    "base", "checkpoint_dir", "config", "device", "distributed", "eval_batches", "eval_data",
-    "eval_interval", "eval_only", "eval_text", "init_from", "log_file", "log_interval",
-    "max_to_keep", "profile", "profile_dir", "resume", "resume_step", "save_interval",
-    "tensorboard", "verbose", "wandb", "wandb_run_id",
+    "base", "checkpoint_dir", "config", "device", "devices", "distributed", "eval_batches",
+    "eval_data", "eval_interval", "eval_only", "eval_text", "init_from", "log_file", "log_interval",
+    "max_to_keep", "mesh_sizes", "plan", "plan_network", "profile", "profile_dir", "resume",
+    "resume_step", "save_interval", "tensorboard", "verbose", "wandb", "wandb_run_id",
 )  # fmt: skip
 
 

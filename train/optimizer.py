@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from train.config import OptimizerConfig
 from train.muon import muon
+from train.state import is_vector
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -51,10 +52,8 @@ def _adamw(
     config: OptimizerConfig, schedule: optax.Schedule, *, nesterov: bool = False
 ) -> optax.GradientTransformation:
     def decayed(params: dict[str, jax.Array]) -> Any:
-        # Norms of stacked layers have two dimensions, and biases of heads too.
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: not path[-1].key.endswith(("norm.scale", ".bias")), params
-        )
+        # Those of stacked layers, of heads and of experts have several dimensions.
+        return jax.tree_util.tree_map_with_path(lambda path, _: not is_vector(path[-1].key), params)
 
     return optax.adamw(
         schedule,

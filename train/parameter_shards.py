@@ -19,13 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import Quantized
 from models.parameter_use import Gathers, arrays_of, as_varying
-from train.experts import is_expert
+from train.experts import expert_dimension
 from train.mesh import shard_axes, token_axes
 
 Tree = Any
-
-#: The dimension of experts' matrices that counts the experts, counted from the end.
-EXPERT_DIMENSION = -3
 
 
 def sharded_spec(
@@ -72,16 +69,15 @@ def sharded_dimension(spec: P, axis_name: str) -> int | None:
     return None
 
 
-def gathered_dimension(spec: P, *, is_expert: bool) -> int | None:
+def gathered_dimension(spec: P, experts: int | None) -> int | None:
     """The dimension of a parameter that the fsdp axis shards and uses gather, or None.
 
     Args:
       spec: the axes of the parameter.
-      is_expert: whether it has the matrices of experts. Their number is the third dimension from
-        the end: devices that it is divided over have different experts, which stay where they are.
+      experts: `expert_dimension` of its name.
     """
     dimension = sharded_dimension(spec, "fsdp")
-    return None if is_expert and dimension == EXPERT_DIMENSION else dimension
+    return None if dimension == experts else dimension
 
 
 def replica_axes(spec: P) -> tuple[str, ...]:
@@ -183,17 +179,17 @@ def sum_over(gradient: jax.Array, axes: Sequence[str], dtype: str) -> jax.Array:
     return lax.psum(gradient, tuple(axes))
 
 
-def _specs(state: Tree) -> list[tuple[bool, P]]:
-    """Whether each array of a state has the matrices of experts, and its spec."""
+def _specs(state: Tree) -> list[tuple[int | None, P]]:
+    """The dimension of each array of a state that counts experts, and its spec."""
     specs = jax.tree_util.tree_leaves_with_path(
         nnx.get_partition_spec(state), is_leaf=lambda leaf: isinstance(leaf, P)
     )
     return [
-        (is_expert(jax.tree_util.keystr(path, simple=True, separator=".")), spec)
+        (expert_dimension(jax.tree_util.keystr(path, simple=True, separator=".")), spec)
         for path, spec in specs
     ]
 
 
-def _dimensions(specs: Sequence[tuple[bool, P]]) -> list[int | None]:
+def _dimensions(specs: Sequence[tuple[int | None, P]]) -> list[int | None]:
     """The dimension of each array that uses gather."""
-    return [gathered_dimension(spec, is_expert=of_experts) for of_experts, spec in specs]
+    return [gathered_dimension(spec, experts) for experts, spec in specs]

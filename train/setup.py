@@ -23,8 +23,9 @@ from train.config_checks import check, check_optimizer
 from train.data import TextData, open_dataset
 from train.initial_weights import InitialWeights, find_weights, with_model_of
 from train.log_file import check_log_file
-from train.mesh import make_mesh, mesh_sizes
+from train.mesh import make_mesh
 from train.optimizer import make_optimizer
+from train.plan.mesh_choice import SAVED_SIZES, planned_mesh_sizes
 from train.processes import check_mesh, is_first
 from train.state import ModelFunctions
 from train.trackers import check_trackers, new_run_id
@@ -66,6 +67,7 @@ class Setup:
     def configuration(self) -> dict[str, Any]:
         """The configuration that is saved with the state."""
         configuration = _configuration(self.config, self.text)
+        configuration[SAVED_SIZES] = MeshSizes(**self.mesh.shape)._asdict()
         if self.held_out is not None:
             configuration["eval_text"] = _identity(self.held_out)
         if self.wandb_run_id is not None:
@@ -90,6 +92,7 @@ def prepare(config: Config) -> Setup:
         model = ModelFunctions(config, sizes, jax.local_device_count())
         init_from = _open_initial_weights(config, model)
     identity = {**_configuration(config, text), "eval_text": held_out and _identity(held_out)}
+    identity[SAVED_SIZES] = sizes._asdict()
     del identity["distributed"]
     check_same("run", identity, "give all of them the same flags and the same files")
     checkpoints = _open_checkpoints(config, text)
@@ -123,7 +126,8 @@ def complete(config: Config) -> tuple[Config, MeshSizes, Mesh]:
       ValueError: if values do not fit together, or do not fit the devices.
     """
     config = with_model_of(config)
-    sizes = mesh_sizes(config, jax.device_count(), jax.local_device_count())
+    devices = jax.device_count(), jax.local_device_count()
+    sizes = planned_mesh_sizes(config, *devices, jax.devices()[0].device_kind)
     config = _with_padding(config, sizes)
     check(config, sizes)
     mesh = make_mesh(sizes)

@@ -35,11 +35,18 @@ from models.stacked_blocks import Keys
 from train import frozen_format
 from train.config import ONE_DEVICE, Config, MeshSizes
 from train.context import context_implementation
-from train.experts import expert_axes, expert_implementation, gathers_experts, is_expert
+from train.experts import (
+    expert_axes,
+    expert_dimension,
+    expert_implementation,
+    gathers_experts,
+    is_expert,
+    is_expert_bias,
+)
 from train.loss_chunks import loss_chunk
 from train.mesh import shard_axes_of
 from train.metrics import model_flops_per_token
-from train.parameter_shards import EXPERT_DIMENSION, ZeroUse, sharded_dimension, sharded_spec
+from train.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
 
 Params = dict[str, jax.Array]
 #: Parameters as the model computes with them.
@@ -59,6 +66,12 @@ def trained_part(state: TrainState) -> TrainState:
 def weights_of(state: TrainState) -> Params:
     """All parameters of a state, trained and frozen."""
     return {**state["params"], **state.get(FROZEN, {})}
+
+
+def is_vector(name: str) -> bool:
+    """Whether a parameter is a norm, a bias or a sink, of one dimension but for those that count
+    heads, experts and layers."""
+    return name.endswith(("norm.scale", "bias", ".sinks")) or is_expert_bias(name)
 
 
 class ModelFunctions:
@@ -132,11 +145,10 @@ class ModelFunctions:
             for path, spec in nnx.to_flat_state(nnx.get_partition_spec(abstract))
         }
         # A router is small. Whole and in float32, it chooses the same experts on every mesh.
-        others = (".bias", ".router.kernel")
         self.matrices = frozenset(
             name
-            for name, leaf in self.abstract_params.items()
-            if len(leaf.shape) - self._stacked(name) > 1 and not name.endswith(others)
+            for name in self.abstract_params
+            if not is_vector(name) and not name.endswith(".router.kernel")
         )
         self.sharded_dimensions: dict[str, int] = {}
         if self.zero:
@@ -214,7 +226,7 @@ class ModelFunctions:
             leaf, stacked = self.abstract_params[name], self._stacked(name)
             spec = self.specs[name]
             if is_expert(name):
-                if sharded_dimension(spec, "fsdp") == EXPERT_DIMENSION:
+                if sharded_dimension(spec, "fsdp") == expert_dimension(name):
                     continue
                 stacked += 1  # Shards of matrices are gathered, and not their number.
             own = sharded_spec(leaf.shape[stacked:], P(*spec[stacked:]), shards, sizes.by_axis)
@@ -273,7 +285,9 @@ class ModelFunctions:
         model = self._config.model
         chosen = (model.num_experts_per_token or 1) / (model.num_experts or 1)
         counts = {name: math.prod(leaf.shape) for name, (_, leaf) in self._variables.items()}
-        return round(sum(n * chosen if is_expert(name) else n for name, n in counts.items()))
+        return round(
+            sum(n if expert_dimension(name) is None else n * chosen for name, n in counts.items())
+        )
 
     def flops_per_token(self, sequence_length: int) -> int:
         """`model_flops_per_token` of this model, with its adapters and what it freezes.

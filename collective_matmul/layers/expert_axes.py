@@ -21,6 +21,7 @@ from collective_matmul.layers.sharding_context import (
     sharded,
 )
 from collective_matmul.log import warn_once
+from collective_matmul.ops.experts.biases import ExpertBiases
 from collective_matmul.ops.experts.work import ExpertWeights
 
 
@@ -95,6 +96,13 @@ class ExpertAxes:
     def gathered_weight_specs(self) -> ExpertWeights:
         """The partition specs of weights that the compiler gathers over the weight axis."""
         return self._specs(None)
+
+    @property
+    def bias_specs(self) -> ExpertBiases:
+        """The partition specs of biases, which the weight axis does not shard."""
+        experts = _entry(self.expert_axes)
+        up = P(experts, self.hidden_axis)
+        return ExpertBiases(up, up, P(experts, None))
 
     def _specs(self, weight_axis: str | None) -> ExpertWeights:
         experts, hidden = _entry(self.expert_axes), self.hidden_axis

@@ -24,7 +24,7 @@ from collective_matmul._compat import (
 )
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.expert_axes import ExpertAxes
-from collective_matmul.layers.router import Router, RouterDecision
+from collective_matmul.layers.router import Router, RouterDecision, RouterParameters
 from collective_matmul.layers.router_statistics import RouterStatistics
 from collective_matmul.layers.sequence_form import with_reference
 from collective_matmul.layers.sharding_context import (
@@ -37,6 +37,7 @@ from collective_matmul.layers.sharding_context import (
 from collective_matmul.ops.experts import checks
 from collective_matmul.ops.experts.api import expert_mlp
 from collective_matmul.ops.experts.backends import BACKENDS
+from collective_matmul.ops.experts.biases import ExpertBiases, added_once
 from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
 from collective_matmul.ops.experts.work import ExpertWeights
 from collective_matmul.ops.matmul import checks as matmul_checks
@@ -117,8 +118,8 @@ def routed_experts(
     router: Router,
     options: ExpertOptions,
     tokens: tuple[jax.Array, jax.Array | None],
-    routing: tuple[jax.Array, jax.Array | None],
-    ws: ExpertWeights,
+    routing: RouterParameters,
+    experts: tuple[ExpertWeights, ExpertBiases],
     dtype: Any,
 ) -> tuple[jax.Array, RouterStatistics]:
     """Each token's weighted sum over the experts that a router chooses, and its statistics.
@@ -129,8 +130,8 @@ def routed_experts(
       router: the options of the router.
       options: the options of the op.
       tokens: x [..., h], and a mask [...] of tokens that the statistics count, or None.
-      routing: the kernel of the router [h, E], and its bias [E] or None.
-      ws: the weights of the experts.
+      routing: the arrays of the router.
+      experts: the weights of the experts, and their biases.
       dtype: dtype of the experts' computation.
 
     Returns:
@@ -151,12 +152,12 @@ def routed_experts(
     weight_axis = axes.local_weight_axis  # Global weights are whole on shards.
 
     def on_shards(
-        tokens: Any, routing: Any, ws: ExpertWeights
+        tokens: Any, routing: RouterParameters, experts: tuple[ExpertWeights, ExpertBiases]
     ) -> tuple[jax.Array, RouterStatistics]:
-        (x, mask), (kernel, bias) = tokens, routing
+        x, mask = tokens
         flat = x.reshape(-1, x.shape[-1])
-        routed = router.route(flat, None if mask is None else mask.reshape(-1), kernel, bias)
-        y = _apply_experts(axes, options, weight_axis, flat.astype(dtype), routed, ws)
+        routed = router.route(flat, None if mask is None else mask.reshape(-1), *routing)
+        y = _apply_experts(axes, options, weight_axis, flat.astype(dtype), routed, *experts)
         statistics = routed.statistics
         if is_global:
             statistics = jax.tree.map(_sum_over_varying_axes, statistics)
@@ -165,12 +166,18 @@ def routed_experts(
     mask_spec = None if mask is None else partition_spec(leading)
     specs = (
         (partition_spec(leading, None), mask_spec),
-        (P(None, None), None if routing[1] is None else P(None)),
-        axes.gathered_weight_specs,
+        RouterParameters(P(None, None), *(None if b is None else P(None) for b in routing[1:])),
+        (axes.gathered_weight_specs, _specs_of(experts[1], axes.bias_specs)),
     )
     # One spec for all statistics: they are the same on all devices.
     out_specs = partition_spec(leading, None), P()
-    return context.map_shards(on_shards, (tokens, routing, ws), specs, out_specs)
+    return context.map_shards(on_shards, (tokens, routing, experts), specs, out_specs)
+
+
+def _specs_of(biases: ExpertBiases, specs: ExpertBiases) -> ExpertBiases:
+    """The specs of the biases that there are."""
+    pairs = zip(biases, specs, strict=True)
+    return ExpertBiases(*(None if bias is None else spec for bias, spec in pairs))
 
 
 def _apply_experts(
@@ -180,6 +187,7 @@ def _apply_experts(
     x: jax.Array,
     routed: RouterDecision,
     ws: ExpertWeights,
+    biases: ExpertBiases,
 ) -> jax.Array:
     """`expert_mlp` along the axes whose devices have different tokens; [T, h] -> [T, h].
 
@@ -195,11 +203,12 @@ def _apply_experts(
         local = ws.gate.shape[0]
         ids = _numbers_without(ids, axes.expert_axes, common, local)
         implementation = with_reference(implementation)
-    varying = frozenset[str]().union(*map(varying_axes, (x, ids, weights, *ws)))
+    if axes.hidden_axis in common:
+        biases = biases._replace(down=added_once(biases.down, axes.hidden_axis))
+    arrays = x, ids, weights, ws, biases
+    varying = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(arrays)))
     if varying:  # So that JAX sums the gradients of what does not vary, over these axes too.
-        x, ids, weights, ws = jax.tree.map(
-            lambda array: vary_over(array, varying), (x, ids, weights, ws)
-        )
+        x, ids, weights, ws, biases = jax.tree.map(lambda array: vary_over(array, varying), arrays)
     y = expert_mlp(
         x,
         ids,
@@ -211,6 +220,9 @@ def _apply_experts(
         recompute_hidden=options.recompute_hidden,
         fp8=options.fp8,
         weight_axis_name=weight_axis,
+        b_gate=biases.gate,
+        b_up=biases.up,
+        b_down=biases.down,
         implementation=implementation,
         grouped_implementation=options.grouped_implementation,
     )

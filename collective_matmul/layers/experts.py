@@ -28,7 +28,9 @@ from collective_matmul.layers.expert_functions import (
 from collective_matmul.layers.router import Router, RouterOptions
 from collective_matmul.layers.router_statistics import RouterStatistics
 from collective_matmul.layers.sharding_context import known_axis_size
-from collective_matmul.ops.experts.work import ACTIVATIONS, ExpertWeights
+from collective_matmul.ops.experts.activations import ACTIVATIONS
+from collective_matmul.ops.experts.biases import ExpertBiases
+from collective_matmul.ops.experts.work import ExpertWeights
 from collective_matmul.ops.matmul.checks import RecipeName
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -104,8 +106,11 @@ class ExpertMLP(nnx.Module):
         router.kernel    [h, E]       P(None, None)
         w_gate, w_up     [E, h, f]    P(axis_name, weight_axis_name, hidden_axis_name)
         w_down           [E, f, h]    P(axis_name, (hidden_axis_name, weight_axis_name), None)
+        b_gate, b_up     [E, f]       P(axis_name, hidden_axis_name), with use_bias=True
+        b_down           [E, h]       P(axis_name, None), with use_bias=True
         shared           those of a `SharedExpert`, if there are shared features
         router.bias      [E]          P(None), a `BalancingBias`, with selection_bias=True
+        router.logit_bias  [E]        P(None), with logit_bias=True
 
     Experts may be divided over the tensor axis, over the axis of fully sharded data parallelism, or
     over both while attention uses the tensor axis alone. If every device along an axis has the same
@@ -122,7 +127,9 @@ class ExpertMLP(nnx.Module):
         x with a vector, as in Qwen2-MoE.
       shared_axis_name: the mesh axis of the shared expert.
       shared_weight_axis_name: its weight_axis_name.
-      activation: "silu", "gelu" (by tanh) or "relu".
+      activation: "silu", "gelu" (by tanh), "relu" or "gpt_oss"; see `collective_matmul.expert_mlp`.
+        A shared expert does not have the last.
+      use_bias: whether experts have biases; they begin as 0. The shared expert has none.
       axis_name: the mesh axis that experts are divided over, or several in the order in which
         experts are numbered, or ().
       hidden_axis_name: a mesh axis that divides the hidden features, or None.
@@ -166,6 +173,7 @@ class ExpertMLP(nnx.Module):
         shared_axis_name: str = "tensor",
         shared_weight_axis_name: str | None = None,
         activation: str = "silu",
+        use_bias: bool = False,
         axis_name: str | tuple[str, ...] = "tensor",
         hidden_axis_name: str | None = None,
         weight_axis_name: str | None = None,
@@ -195,7 +203,9 @@ class ExpertMLP(nnx.Module):
         self.router = Router(in_features, experts, choices, **initial, **router)
         ws = _initial_weights(self.sizes, self.axes.weight_specs, **initial)
         self.w_gate, self.w_up, self.w_down = ws
-        layer_checks.shared_expert(shared_features, shared_gate)
+        own = _initial_biases(self.sizes, self.axes.bias_specs, param_dtype if use_bias else None)
+        self.b_gate, self.b_up, self.b_down = own
+        layer_checks.shared_expert(shared_features, shared_gate, activation)
         self.shared: SharedExpert | None = nnx.data(None)
         if shared_features:
             initial |= dict(axis_name=shared_axis_name, weight_axis_name=shared_weight_axis_name)
@@ -232,12 +242,20 @@ class ExpertMLP(nnx.Module):
         """
         ws = ExpertWeights(self.w_gate[...], self.w_up[...], self.w_down[...])
         dtype = canonicalize_dtype(x, *ws, dtype=self.dtype)
-        kernel, bias = self.router.kernel[...], self.router.bias
-        bias = None if bias is None else bias[...]
-        context = expert_context(self.axes, self.mesh, (x, ws))
+        biases = ExpertBiases(
+            *(None if b is None else b[...] for b in (self.b_gate, self.b_up, self.b_down))
+        )
+        context = expert_context(self.axes, self.mesh, (x, ws, biases))
         self.axes.check_weights(context, ws, self.sizes)
         y, statistics = routed_experts(
-            context, self.axes, self.router, self.options, (x, mask), (kernel, bias), ws, dtype
+            context,
+            self.axes,
+            self.router,
+            self.options,
+            (x, mask),
+            self.router.parameters,
+            (ws, biases),
+            dtype,
         )
         if self.shared is not None:
             y += self.shared(x).astype(dtype)
@@ -262,3 +280,18 @@ def _initial_weights(
 
     gate, up = (matrices(inputs, hidden, spec) for spec in specs[:2])
     return ExpertWeights(gate, up, matrices(hidden, inputs, specs.down))
+
+
+def _initial_biases(
+    shape: tuple[int, int, int], specs: ExpertBiases, dtype: DTypeLike | None
+) -> list[Any]:
+    """Zeros for each expert; without a dtype there are none."""
+    if dtype is None:
+        return [nnx.data(None)] * len(specs)
+    experts, inputs, hidden = shape
+    return [
+        nnx.Param(
+            jnp.zeros((experts, features), dtype), out_sharding=tuple(spec), eager_sharding=False
+        )
+        for features, spec in zip((hidden, hidden, inputs), specs, strict=True)
+    ]

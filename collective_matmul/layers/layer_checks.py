@@ -17,6 +17,7 @@ from collective_matmul.layers.sharding_context import (
 )
 from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.sharded import WeightShards
+from collective_matmul.ops.experts.activations import ACTIVATIONS
 
 
 def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
@@ -221,14 +222,20 @@ def router(
         )
 
 
-def shared_expert(shared_features: int, shared_gate: bool) -> None:
+def shared_expert(shared_features: int, shared_gate: bool, activation: str) -> None:
     """Checks the options of a shared expert.
 
     Raises:
-      ValueError: if there is none to gate, or its features are no size.
+      ValueError: if there is none to gate, its features are no size, or it has no such activation.
     """
     if shared_features:
         sizes("shared_features", shared_features)
+        if activation not in ACTIVATIONS:
+            names = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(
+                f"activation={activation!r}: a shared expert has one of {names}; with"
+                " shared_features=0 there is none"
+            )
     elif shared_gate:
         raise ValueError(
             f"shared_gate={shared_gate}: shared_features={shared_features}, so there is no shared"

@@ -5,7 +5,7 @@ Legend: T tokens, h features, E experts, k choices of a token.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ class RouterOptions(TypedDict, total=False):
     normalize_weights: bool
     weight_scale: float
     selection_bias: bool
+    logit_bias: bool
     groups: int
     chosen_groups: int
 
@@ -45,6 +46,14 @@ class BalancingBias(nnx.Variable[jax.Array]):
 
         router.bias[...] = updated_bias(router.bias[...], statistics.tokens_per_expert, 0.001)
     """
+
+
+class RouterParameters(NamedTuple):
+    """The arrays of a router, or their specs; see `Router`."""
+
+    kernel: Any
+    bias: Any = None
+    logit_bias: Any = None
 
 
 class RouterDecision(NamedTuple):
@@ -62,12 +71,13 @@ class RouterDecision(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Chooses k of E experts for each token, by a score of ``x @ kernel``, in float32.
+    """Chooses k of E experts for each token, by a score of logits ``x @ kernel``, in float32.
 
     Of experts with equal scores the first is chosen. Known models::
 
         Mixtral       the defaults: equal to a softmax over the logits of the chosen
         Qwen3-MoE     normalize_weights=norm_topk_prob
+        gpt-oss       logit_bias=True
         DeepSeek-V3   score="sigmoid", selection_bias=True, weight_scale=routed_scaling_factor,
                       groups=n_group, chosen_groups=topk_group
 
@@ -75,6 +85,7 @@ class Router(nnx.Module):
 
         kernel  [h, E]    P(None, None)
         bias    [E]       P(None), if there is a selection bias; see `BalancingBias`
+        logit_bias  [E]   P(None), if logits have a bias, which has gradients
 
     Args:
       in_features: h.
@@ -84,6 +95,7 @@ class Router(nnx.Module):
       normalize_weights: whether the scores of the chosen experts are divided by their sum.
       weight_scale: what weights are multiplied with, last.
       selection_bias: whether a bias that balances without a loss is added to scores for the choice.
+      logit_bias: whether a bias, at first 0, is added to logits.
       groups: the number of groups of experts, in order; it divides E.
       chosen_groups: a token's experts are from so many groups, those with the highest sums of their
         two best scores: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
@@ -105,6 +117,7 @@ class Router(nnx.Module):
         normalize_weights: bool = True,
         weight_scale: float = 1.0,
         selection_bias: bool = False,
+        logit_bias: bool = False,
         groups: int = 1,
         chosen_groups: int = 1,
         param_dtype: DTypeLike = jnp.float32,
@@ -123,6 +136,10 @@ class Router(nnx.Module):
             self.bias = BalancingBias(zeros, out_sharding=(None,), eager_sharding=False)
         else:
             self.bias = nnx.data(None)
+        self.logit_bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if logit_bias:
+            zeros = jnp.zeros(experts, param_dtype)
+            self.logit_bias = nnx.Param(zeros, out_sharding=(None,), eager_sharding=False)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> RouterDecision:
         """Routes tokens x [T, h].
@@ -131,17 +148,32 @@ class Router(nnx.Module):
           x: the tokens.
           mask: [T], 0 or False for tokens that statistics leave out, such as padding; or None.
         """
-        return self.route(x, mask, self.kernel[...], None if self.bias is None else self.bias[...])
+        return self.route(x, mask, *self.parameters)
+
+    @property
+    def parameters(self) -> RouterParameters:
+        """The arrays that it routes by."""
+        bias, logit_bias = (
+            None if variable is None else variable[...] for variable in (self.bias, self.logit_bias)
+        )
+        return RouterParameters(self.kernel[...], bias, logit_bias)
 
     @jax.named_scope("router")
     def route(
-        self, x: jax.Array, mask: jax.Array | None, kernel: jax.Array, bias: jax.Array | None
+        self,
+        x: jax.Array,
+        mask: jax.Array | None,
+        kernel: jax.Array,
+        bias: jax.Array | None,
+        logit_bias: jax.Array | None = None,
     ) -> RouterDecision:
-        """Routes tokens as the module with this kernel and this bias."""
+        """Routes tokens as the module with these parameters."""
         # The highest precision: GPUs would otherwise multiply float32 in 10 bits.
         logits = jnp.matmul(
             x.astype(jnp.float32), kernel.astype(jnp.float32), precision=lax.Precision.HIGHEST
         )
+        if logit_bias is not None:
+            logits += logit_bias.astype(jnp.float32)[None]
         if self.score == "softmax":
             scores = probabilities = jax.nn.softmax(logits)
         else:

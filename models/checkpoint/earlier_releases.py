@@ -46,13 +46,18 @@ NEW_FIELDS: dict[str, Any] = {
 NEW_MODEL_FIELDS: dict[str, Any] = {
     "family": "llama",
     "projection_bias": False,
+    "output_bias": False,
+    "attention_sinks": False,
     "query_key_norm": False,
     "sliding_window": None,
+    "full_attention_period": None,
     "context_length": None,
     "padded_vocabulary_size": None,
     "num_experts": None,
     "num_experts_per_token": None,
     "normalize_expert_weights": True,
+    "expert_bias": False,
+    "expert_activation": "silu",
     "router_loss_weight": 0.0,
 }
 #: The same of `models.config.RotaryScaling`.

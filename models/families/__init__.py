@@ -8,6 +8,7 @@ from typing import Any
 from models.config import LlamaConfig, debug
 from models.families.config_keys import WITHOUT_INFLUENCE, ConfigValues, shown
 from models.families.family import common_fields, common_keys
+from models.families.gpt_oss import GPT_OSS
 from models.families.llama3 import LLAMA
 from models.families.mistral import MISTRAL
 from models.families.mixtral import MIXTRAL
@@ -15,7 +16,9 @@ from models.families.qwen2 import QWEN2
 from models.families.qwen3 import QWEN3
 from models.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+FAMILIES = {
+    family.name: family for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS)
+}
 
 #: The shapes of published models, and of one for a laptop, by name.
 PRESETS: dict[str, Callable[[], LlamaConfig]] = {"debug": debug}
@@ -25,8 +28,9 @@ for _family in FAMILIES.values():
 
 #: Fields that a family may have, of which config.json does not say that others have not.
 _PECULIARITIES = (
-    "projection_bias", "query_key_norm", "sliding_window", "num_experts", "num_experts_per_token",
-    "normalize_expert_weights", "router_loss_weight",
+    "projection_bias", "output_bias", "query_key_norm", "attention_sinks", "sliding_window",
+    "full_attention_period", "num_experts", "num_experts_per_token", "normalize_expert_weights",
+    "expert_bias", "expert_activation", "router_loss_weight",
 )  # fmt: skip
 
 

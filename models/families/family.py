@@ -19,6 +19,7 @@ from models.families.config_keys import (
     integers,
     numbers,
     or_null,
+    shown,
 )
 from models.families.rotary_keys import ROTARY_KEYS, read_rotary, write_rotary
 
@@ -160,13 +161,7 @@ def window_of_all_layers(values: ConfigValues) -> int | None:
     if kinds is None:
         full = layers if window is None else min(values["max_window_layers"], layers)
         kinds = [_FULL] * full + [_WINDOW] * (layers - full)
-    # An older name.
-    kinds = [_FULL if kind == "attention" else kind for kind in kinds]
-    if len(kinds) != layers:
-        raise ValueError(
-            f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers={layers};"
-            " give the file that the model came with"
-        )
+    kinds = _kinds_of_all(kinds, layers)
     if len(set(kinds)) > 1 or set(kinds) - {_WINDOW, _FULL}:
         raise ValueError(
             "config.json: layers differ in layer_types or by max_window_layers; expected a sliding"
@@ -182,6 +177,66 @@ def window_of_all_layers(values: ConfigValues) -> int | None:
             " full_attention"
         )
     return window
+
+
+def _kinds_of_all(kinds: list[str], layers: int) -> list[str]:
+    """The kind of each layer, by its present name.
+
+    Raises:
+      ValueError: if there are more or fewer.
+    """
+    if len(kinds) != layers:
+        raise ValueError(
+            f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers={layers};"
+            " give the file that the model came with"
+        )
+    # An older name.
+    return [_FULL if kind == "attention" else kind for kind in kinds]
+
+
+def layer_kinds(values: ConfigValues) -> tuple[int | None, int | None]:
+    """`sliding_window` and `full_attention_period` of models whose layers take turns.
+
+    Without `layer_types`, every second layer has no window.
+
+    Raises:
+      ValueError: for other turns than some layers with a window and then one without.
+    """
+    layers, window = values["num_hidden_layers"], values["sliding_window"]
+    kinds = values["layer_types"]
+    if kinds is None:
+        kinds = [_FULL if number % 2 else _WINDOW for number in range(layers)]
+    kinds = _kinds_of_all(kinds, layers)
+    if set(kinds) == {_FULL}:
+        return None, None
+    period = kinds.index(_FULL) + 1 if _FULL in kinds else None
+    if kinds != _turns(layers, period):
+        raise ValueError(
+            f"config.json: layer_types={shown(kinds)}: expected layers of sliding_attention with a"
+            " layer of full_attention after each equal number of them"
+        )
+    if window is None:
+        raise ValueError(
+            "config.json: layer_types asks for sliding_attention, and sliding_window=None for none;"
+            " set it, or layer_types to full_attention"
+        )
+    return window, period
+
+
+def written_kinds(config: LlamaConfig) -> dict[str, Any]:
+    """The keys of which `layer_kinds` reads those of a model."""
+    layers, period = config.num_layers, config.full_attention_period
+    if config.sliding_window is None:
+        period = 1
+    return {
+        "sliding_window": config.sliding_window,
+        "layer_types": _turns(layers, period),
+    }
+
+
+def _turns(layers: int, period: int | None) -> list[str]:
+    """The kind of each layer, of which the last of each period has no window."""
+    return [_FULL if period and (n + 1) % period == 0 else _WINDOW for n in range(layers)]
 
 
 def window_keys(config: LlamaConfig) -> dict[str, Any]:

@@ -57,7 +57,11 @@ def appended(
 
 
 def attend(
-    query: jax.Array, cache: LayerCache, positions: jax.Array, window: int | None
+    query: jax.Array,
+    cache: LayerCache,
+    positions: jax.Array,
+    window: int | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one token of each sequence to its cache, computed in float32.
 
@@ -66,6 +70,7 @@ def attend(
       cache: the keys and values, those of the token included.
       positions: int32 [B], the place of each token, the last that it attends to.
       window: number of tokens that a token attends to, itself included; None: all before it.
+      sinks: [N], a score for each head that takes part in the softmax and has no value, or None.
 
     Returns:
       [B, 1, N, H].
@@ -78,6 +83,10 @@ def attend(
     if window is not None:
         seen &= places > positions[:, None] - window
     scores = jnp.where(seen[:, None, None], scores * size**-0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores).astype(query.dtype)
+    if sinks is not None:
+        own = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1)
+        own = jnp.broadcast_to(own, (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, own], axis=-1)
+    weights = jax.nn.softmax(scores)[..., : cache.key.shape[2]].astype(query.dtype)
     attended = jnp.einsum("bkgc,bkch->bkgh", weights, cache.value)
     return attended.reshape(batch, 1, heads, size)

@@ -89,7 +89,8 @@ def decode(
         heads = attention.heads(block.attention_norm(x), positions[:, None])
         query, key, value = (each[:batch] for each in heads)
         cache = appended(cache, key, value, positions)
-        attended = attend(query, cache, positions, attention.config.sliding_window)
+        sinks = None if attention.sinks is None else attention.sinks[...]
+        attended = attend(query, cache, positions, attention.window, sinks)
         x = x + attention.output(_with_rows(attended, rows))
         return x + block.feed(block.feed_forward_norm(x))[0], cache
 

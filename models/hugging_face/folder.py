@@ -57,6 +57,8 @@ class ModelFolder:
         for name in (GENERATION_CONFIG, *TOKENIZER_FILES):
             _located(self.path, lambda name=name: find_file(self.path, name))
         self._tensors = _located(self.path, lambda: TensorFiles(self.path))
+        if described.family == "gpt_oss":
+            _located(self.path, self._tensors.unpack_mxfp4)
         _located(self.path, lambda: self._check_tensors(described))
         self.config = self._with_stored_head(described)
 

@@ -88,7 +88,11 @@ def _part(folder: ModelFolder, tensor: Tensor, shape: tuple[int, ...], index: In
         inner += [slice(None), *(slice(part.start, part.stop) for part in others)]
     if not all(map(len, held)):
         return np.zeros([len(part) for part in wanted], np.float32)
+    place, turns = tensor.turn
+    if turns > 1:  # Files are read by ranges.
+        slices[-1] = slice(slices[-1].start * turns, slices[-1].stop * turns)
     read = folder.read(tensor.name, slices[::-1] if tensor.transposed else slices)
+    read = read[..., place::turns]
     read = (read.T if tensor.transposed else read).reshape(sizes)[tuple(inner)]
     missing = [(0, len(part) - n) for part, n in zip(wanted, read.shape, strict=True)]
     return np.pad(read, missing) if any(after for _, after in missing) else read

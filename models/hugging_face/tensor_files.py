@@ -12,6 +12,7 @@ import numpy as np
 
 from models.families.config_keys import shown, shown_name
 from models.hugging_face.files import LARGEST_JSON, find_file, read_json, reason
+from models.hugging_face.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
 from models.log import warn_once
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,8 +46,11 @@ class TensorFiles(Mapping[str, Any]):
         else:
             self._files = _tensors_by_index(folder)
         self._names = {name: name for name in self._files}
+        self._packed: dict[str, Mxfp4Tensor] = {}
 
     def __getitem__(self, name: str) -> Any:
+        if name in self._packed:
+            return self._packed[name]
         stored = self._names[name]
         return self._files[stored].get_slice(stored)
 
@@ -59,6 +63,20 @@ class TensorFiles(Mapping[str, Any]):
     def rename(self, old: str, new: str) -> None:
         """Lets a tensor be asked for by another name."""
         self._names[new] = self._names.pop(old)
+
+    def unpack_mxfp4(self) -> None:
+        """Puts a tensor in the place of each two that are its blocks and scales.
+
+        Raises:
+          ValueError: if some do not fit each other.
+        """
+        packed = [name.removesuffix(BLOCKS) for name in self if name.endswith(BLOCKS)]
+        for name in packed:
+            if name + SCALES in self and name not in self:
+                parts = self[name + BLOCKS], self[name + SCALES]
+                self._packed[name] = Mxfp4Tensor(name, *parts)
+                del self._names[name + BLOCKS], self._names[name + SCALES]
+                self._names[name] = name
 
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same shape and values, by reading them."""

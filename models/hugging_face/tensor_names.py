@@ -1,7 +1,8 @@
 """How Hugging Face names and lays out the parameters of `models.llama.Llama`.
 
 Its linear layers store [out, in], and ours [*in, *out]: the same matrix, transposed. Its files have
-a tensor for each matrix of each expert, and our parameters those of all experts of a layer.
+a tensor for each matrix of each expert, and our parameters those of all experts of a layer; but in
+files of gpt-oss one tensor has gate and up of all experts, whose columns take turns.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _LAYER = {
     "attention.query_norm.scale": "self_attn.q_norm.weight",
     "attention.key_norm.scale": "self_attn.k_norm.weight",
     "attention.output.kernel": "self_attn.o_proj.weight",
+    "attention.output.bias": "self_attn.o_proj.bias",
+    "attention.sinks": "self_attn.sinks",
     "feed_forward_norm.scale": "post_attention_layernorm.weight",
     "feed_forward.gate.kernel": "mlp.gate_proj.weight",
     "feed_forward.up.kernel": "mlp.up_proj.weight",
@@ -46,6 +49,17 @@ _EXPERTS = {
     ),
 }
 _EXPERT_PARAMETERS = ("experts.w_gate", "experts.w_up", "experts.w_down")
+#: Of gpt-oss: each parameter, its tensor, and the place of its columns in turns of several.
+_GPT_OSS: tuple[tuple[str, str, tuple[int, int]], ...] = (
+    ("experts.router.kernel", "mlp.router.weight", (0, 1)),
+    ("experts.router.logit_bias", "mlp.router.bias", (0, 1)),
+    ("experts.w_gate", "mlp.experts.gate_up_proj", (0, 2)),
+    ("experts.w_up", "mlp.experts.gate_up_proj", (1, 2)),
+    ("experts.w_down", "mlp.experts.down_proj", (0, 1)),
+    ("experts.b_gate", "mlp.experts.gate_up_proj_bias", (0, 2)),
+    ("experts.b_up", "mlp.experts.gate_up_proj_bias", (1, 2)),
+    ("experts.b_down", "mlp.experts.down_proj_bias", (0, 1)),
+)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _WHOLE_MODEL = {"embedding": EMBEDDING, "norm.scale": "model.norm.weight", "head.kernel": HEAD}
 
@@ -60,17 +74,21 @@ class Tensor(NamedTuple):
       transposed: whether the parameter has the groups in the opposite order.
       expert: the place of the tensor in a parameter that has a first dimension of experts; None if
         the tensor is all of it.
+      turn: which columns of the tensor are the parameter's, and in turns of how many: (1, 2) are
+        every second one. The other columns are those of other parameters.
     """
 
     name: str
     groups: tuple[tuple[int, ...], ...]
     transposed: bool
     expert: int | None = None
+    turn: tuple[int, int] = (0, 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the file."""
-        return tuple(map(math.prod, self.groups))
+        *sizes, columns = map(math.prod, self.groups)
+        return *sizes, columns * self.turn[1]
 
     @property
     def parameter_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -86,20 +104,24 @@ class Tensor(NamedTuple):
 def tensors(config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
     """The name of every parameter of a model whose layers are not stacked, and its tensor.
 
-    A parameter of experts comes once for each expert, in order.
+    A parameter of experts comes once for each expert, in order. Parameters of which one tensor has
+    all follow each other, in the order of their turns.
     """
-    groups = _groups(config)
+    groups, of_one_expert = _groups(config), config.family != "gpt_oss"
 
     def tensor(path: str, name: str, expert: int | None = None) -> Tensor:
-        transposed = path.endswith((".kernel", *_EXPERT_PARAMETERS))
-        return Tensor(name, groups[path], transposed, expert)
+        matrices = _EXPERT_PARAMETERS if of_one_expert else ()
+        return Tensor(name, groups[path], path.endswith((".kernel", *matrices)), expert)
 
     yield "embedding", tensor("embedding", _WHOLE_MODEL["embedding"])
     for layer in range(config.num_layers):
         for path, name in _LAYER.items():
             if path in groups:
                 yield f"layers.{layer}.{path}", tensor(path, f"model.layers.{layer}.{name}")
-        for path, name, expert in _expert_names(config):
+        for path, name, turn in () if of_one_expert else _GPT_OSS:
+            own = tensor(path, f"model.layers.{layer}.{name}")
+            yield f"layers.{layer}.{path}", own._replace(turn=turn)
+        for path, name, expert in _expert_names(config) if of_one_expert else ():
             own = tensor(path, f"model.layers.{layer}.{name}", expert)
             yield f"layers.{layer}.{path}", own
     for path in ("norm.scale", "head.kernel"):
@@ -136,12 +158,34 @@ def _groups(config: LlamaConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
         groups["experts.router.kernel"] = (config.num_experts,), features
         names = list(_EXPERT_PARAMETERS)
     groups |= zip(names, ((hidden, features), (hidden, features), (features, hidden)), strict=True)
+    if config.family == "gpt_oss":
+        groups |= _groups_of_gpt_oss(config)
     for name, heads in (("query", query), ("key", key), ("value", key)):
         groups[f"attention.projection.{name}.kernel"] = heads, features
         if config.projection_bias:
             groups[f"attention.projection.{name}.bias"] = (heads,)
+    if config.output_bias:
+        groups["attention.output.bias"] = (features,)
+    if config.attention_sinks:
+        groups["attention.sinks"] = ((config.num_heads,),)
     if config.query_key_norm:
         groups |= {"attention.query_norm.scale": (head,), "attention.key_norm.scale": (head,)}
     if not config.tied_head:
         groups["head.kernel"] = vocabulary, features
     return groups
+
+
+def _groups_of_gpt_oss(config: LlamaConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The same of its experts, whose tensors have all of a layer and are not transposed."""
+    assert config.num_experts is not None
+    experts, features = (config.num_experts,), (config.features,)
+    hidden = (config.hidden_features,)
+    return {
+        "experts.router.logit_bias": (experts,),
+        "experts.w_gate": (experts, features, hidden),
+        "experts.w_up": (experts, features, hidden),
+        "experts.w_down": (experts, hidden, features),
+        "experts.b_gate": (experts, hidden),
+        "experts.b_up": (experts, hidden),
+        "experts.b_down": (experts, features),
+    }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +113,10 @@ def write(
         if len(groups) > 1:
             file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         contents = {
-            tensor.name: _contents(params[path], tensor, of_tensor[tensor.name], first)
-            for path, tensor in group
+            name: _joined(
+                [_contents(params[path], tensor, of_tensor[name], first) for path, tensor in parts]
+            )
+            for name, parts in _by_tensor(group)
         }
         names |= dict.fromkeys(contents, file)
         if first:
@@ -146,6 +150,8 @@ def _write_config(file: Path, config: LlamaConfig, dtype: str) -> None:
     The dtypes that it names become that of the tensors: Hugging Face's library rounds to it.
     """
     given = read_json(file.parent, CONFIG)
+    if given is not None and given.pop("quantization_config", None) is not None:
+        _write_json(file, given)  # What is written is not quantized.
     if given is None:
         values = write_config(config) | {"torch_dtype": dtype}
     elif _describes(given, config):
@@ -186,14 +192,29 @@ def _files(
     """The parameters of each file."""
     files: list[list[tuple[str, Tensor]]] = [[]]
     size = 0
-    for path, tensor in tensors(config):
-        nbytes = _bytes(tensor, dtypes[tensor.name])
+    for name, parts in _by_tensor(tensors(config)):
+        nbytes = _bytes(parts[0][1], dtypes[name])
         if files[-1] and size + nbytes > limit:
             files.append([])
             size = 0
-        files[-1].append((path, tensor))
+        files[-1] += parts
         size += nbytes
     return files
+
+
+def _by_tensor(
+    parameters: Iterable[tuple[str, Tensor]],
+) -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:
+    """The parameters of each tensor, which follow each other."""
+    for name, parts in itertools.groupby(parameters, key=lambda pair: pair[1].name):
+        yield name, list(parts)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """A tensor of parameters, whose columns take turns."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
 
 
 def _bytes(tensor: Tensor, dtype: str) -> int:
@@ -214,8 +235,8 @@ def _contents(array: jax.Array, tensor: Tensor, dtype: str, needed: bool) -> np.
     if not needed:
         return np.zeros(0)
     whole = np.asarray(whole)[tuple(slice(size) for size in tensor.parameter_shape)]
-    shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
-    whole = whole.reshape(shape)
+    sizes = [math.prod(group) for group in tensor.parameter_groups]
+    whole = whole.reshape(sizes)
     return np.ascontiguousarray(whole.T if tensor.transposed else whole)
 
 
@@ -229,6 +250,8 @@ def _save(contents: dict[str, np.ndarray], file: Path) -> None:
 def _write_index(
     file: Path, config: LlamaConfig, dtypes: Mapping[str, str], names: Mapping[str, str]
 ) -> None:
-    total = sum(_bytes(tensor, dtypes[tensor.name]) for _, tensor in tensors(config))
+    total = sum(
+        _bytes(parts[0][1], dtypes[tensor]) for tensor, parts in _by_tensor(tensors(config))
+    )
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
     _write_json(file, index)

@@ -13,13 +13,19 @@ import jax.numpy as jnp
 
 
 def dense_router(
-    kernel: Any, x: Any, choices: int, *, score: str = "softmax", bias: Any = None
+    kernel: Any,
+    x: Any,
+    choices: int,
+    *,
+    score: str = "softmax",
+    bias: Any = None,
+    logit_bias: Any = 0,
 ) -> tuple[Any, Any, Any, Any]:
     """The logits, the probabilities, the choices and the weights, [N, E] each, of tokens [N, h].
 
     Of equal scores the first is chosen. Weights are 0 where an expert is not chosen.
     """
-    logits = jnp.matmul(x, kernel, precision="highest")
+    logits = jnp.matmul(x, kernel, precision="highest") + jnp.reshape(logit_bias, (1, -1))
     scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
     biased = scores if bias is None else scores + bias.reshape(1, -1)
     # The number of experts that go first.
@@ -35,8 +41,16 @@ def dense_router(
 def dense_experts(parameters: Any, x: Any, weights: Any) -> Any:
     """The weighted sum of all experts: [N, h] and [N, E] -> [N, h]."""
     gate = jnp.einsum("nh,ehf->nef", x, parameters["w_gate"])
-    hidden = jax.nn.silu(gate) * jnp.einsum("nh,ehf->nef", x, parameters["w_up"])
-    return jnp.einsum("nef,efh,ne->nh", hidden, parameters["w_down"], weights)
+    up = jnp.einsum("nh,ehf->nef", x, parameters["w_up"])
+    if "b_gate" not in parameters:
+        hidden = jax.nn.silu(gate) * up
+        return jnp.einsum("nef,efh,ne->nh", hidden, parameters["w_down"], weights)
+    # Experts of gpt-oss.
+    gate = jnp.minimum(gate + parameters["b_gate"][None], 7)
+    up = jnp.clip(up + parameters["b_up"][None], -7, 7)
+    hidden = gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+    each = jnp.einsum("nef,efh->neh", hidden, parameters["w_down"]) + parameters["b_down"][None]
+    return jnp.einsum("neh,ne->nh", each, weights)
 
 
 def dense_losses(routed: Sequence[Any], mask: Any) -> tuple[jax.Array, jax.Array]:

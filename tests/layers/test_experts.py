@@ -67,8 +67,16 @@ def mesh(make_mesh: MeshFactory) -> Mesh:
     return make_mesh({"fsdp": 2, "tensor": 2})
 
 
-def experts(**options: Any) -> ExpertMLP:
-    return ExpertMLP(FEATURES, HIDDEN, EXPERTS, CHOICES, **options, rngs=nnx.Rngs(0))
+def experts(*, of_gpt_oss: Any = False, **options: Any) -> ExpertMLP:
+    """A layer; that of gpt-oss has biases that matter."""
+    if of_gpt_oss:
+        options |= dict(activation="gpt_oss", use_bias=True, logit_bias=True)
+    model = ExpertMLP(FEATURES, HIDDEN, EXPERTS, CHOICES, **options, rngs=nnx.Rngs(0))
+    if of_gpt_oss:
+        for bias in (model.b_gate, model.b_up, model.b_down, model.router.logit_bias):
+            assert bias is not None
+            bias[...] = 0.5 * random(*bias.shape)
+    return model
 
 
 def losses_of(statistics: RouterStatistics, whole: RouterStatistics | None = None) -> jax.Array:
@@ -120,12 +128,12 @@ def outcome(model: nnx.Module, x: Any, mask: Any, context: str, mesh: Mesh, spec
 
 
 @cache
-def dense_outcome(sequence: int = SEQUENCE) -> Any:
-    parameters = pure(nnx.state(experts(axis_name=())))
+def dense_outcome(sequence: int = SEQUENCE, *, of_gpt_oss: bool = False) -> Any:
+    parameters = pure(nnx.state(experts(axis_name=(), of_gpt_oss=of_gpt_oss)))
 
     def loss(parameters: Any, x: Any) -> tuple[jax.Array, Any]:
         flat = x.reshape(-1, FEATURES)
-        routed = dense_router(parameters["router"]["kernel"], flat, CHOICES)
+        routed = dense_router(x=flat, choices=CHOICES, **parameters["router"])
         y = dense_experts(parameters, flat, routed[-1]).reshape(x.shape)
         losses = jnp.stack(dense_losses(routed, MASK[:, :sequence].reshape(-1)))
         return objective(y, losses), (y, losses)
@@ -142,6 +150,30 @@ def test_results_losses_and_gradients_equal_those_of_dense_experts(
     division, context = case
     model, x = experts(**DIVISIONS[division]), random(BATCH, SEQUENCE, FEATURES)
     assert_close(outcome(model, x, MASK, context, mesh, SHARDED), dense_outcome())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("hidden", "local"),
+        ("zero_3", "local_unchecked"),
+        exhaustive(("hidden_alone", "auto")),
+        exhaustive(("both", "explicit")),
+        exhaustive(("zero_3", "explicit")),
+    ],
+    ids="-".join,
+)
+def test_experts_with_biases(case: tuple[str, str], mesh: Mesh) -> None:
+    division, context = case
+    model = experts(of_gpt_oss=True, **DIVISIONS[division])
+    actual = outcome(model, random(BATCH, SEQUENCE, FEATURES), MASK, context, mesh, SHARDED)
+    assert_close(actual, dense_outcome(of_gpt_oss=True))
+
+
+def test_devices_that_divide_hidden_features_of_the_same_tokens_add_a_bias_once(mesh: Mesh) -> None:
+    model, x = experts(of_gpt_oss=True, **DIVISIONS["hidden"]), random(BATCH, 1, FEATURES)
+    actual = outcome(model, x, MASK[:, :1], "local", mesh, P("fsdp"))
+    assert_close(actual, dense_outcome(1, of_gpt_oss=True))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +296,11 @@ def test_partition_specs_shard_experts_and_their_features() -> None:
         "w_up": P(BOTH, None, None),
         "w_down": P(BOTH, None, None),
     }
-    all_axes = specs(axis_name="expert", hidden_axis_name="tensor", weight_axis_name="fsdp")
+    all_axes = specs(
+        axis_name="expert", hidden_axis_name="tensor", weight_axis_name="fsdp", use_bias=True
+    )
+    assert all_axes["b_gate"] == all_axes["b_up"] == P("expert", "tensor")
+    assert all_axes["b_down"] == P("expert", None)
     assert all_axes["w_gate"] == all_axes["w_up"] == P("expert", "fsdp", "tensor")
     assert all_axes["w_down"] == P("expert", ("tensor", "fsdp"), None)
 
@@ -321,6 +357,10 @@ def test_a_sequence_that_could_be_padded_is_reported(
         ),
         (dict(hidden_axis_name="fsdp", hidden_features=5), "hidden_features=5: 5 is not divisible"),
         (dict(activation="tanh"), "activation='tanh': expected one of 'silu', 'gelu', 'relu'"),
+        (
+            dict(activation="gpt_oss", shared_features=4),
+            "activation='gpt_oss': a shared expert has one of 'silu', 'gelu', 'relu'",
+        ),
         (dict(shared_gate=True), "shared_gate=True: shared_features=0, so there is no shared"),
         (dict(in_features=0), "in_features=0: expected a whole number of at least 1"),
         (dict(implementation="rings"), "rings"),

@@ -32,12 +32,15 @@ def logits_and_router_logits(
             for name, value in params.items()
             if name.startswith(f"layers.{layer}.")
         }
-        x = x + _attention(config, local, _norm(config, x, local["attention_norm.scale"]))
+        normed = _norm(config, x, local["attention_norm.scale"])
+        x = x + _attention(config, local, normed, layer)
         normed = _norm(config, x, local["feed_forward_norm.scale"])
         if config.num_experts is None:
             x = x + _feed_forward(local, normed)
         else:
             of_routers.append(normed @ local["experts.router.kernel"])
+            if config.expert_bias:
+                of_routers[-1] += local["experts.router.logit_bias"][None, None]
             x = x + _experts(config, local, normed, of_routers[-1])
     x = _norm(config, x, params["norm.scale"])
     head = params["embedding"].T if config.tied_head else params["head.kernel"]
@@ -69,9 +72,19 @@ def _experts(config: LlamaConfig, params: Mapping[str, Array], x: Array, logits:
     if config.normalize_expert_weights:
         weights /= weights.sum(-1, keepdims=True)
     gate, up, down = (params[f"experts.w_{name}"] for name in ("gate", "up", "down"))
-    gated = jnp.einsum("bsf,efh->bseh", x, gate)
-    hidden = gated * jax.nn.sigmoid(gated) * jnp.einsum("bsf,efh->bseh", x, up)
-    return jnp.einsum("bseh,ehf,bse->bsf", hidden, down, weights)
+    gated, up = (jnp.einsum("bsf,efh->bseh", x, w) for w in (gate, up))
+    if config.expert_bias:
+        gated += params["experts.b_gate"][None, None]
+        up += params["experts.b_up"][None, None]
+    if config.expert_activation == "gpt_oss":
+        gated, up = jnp.minimum(gated, 7), jnp.clip(up, -7, 7)
+        hidden = gated / (1 + jnp.exp(-1.702 * gated)) * (up + 1)
+    else:
+        hidden = gated * jax.nn.sigmoid(gated) * up
+    each = jnp.einsum("bseh,ehf->bsef", hidden, down)
+    if config.expert_bias:
+        each += params["experts.b_down"][None, None]
+    return jnp.einsum("bsef,bse->bsf", each, weights)
 
 
 def router_losses(config: LlamaConfig, of_routers: list[Array]) -> tuple[Array, Array]:
@@ -84,7 +97,7 @@ def router_losses(config: LlamaConfig, of_routers: list[Array]) -> tuple[Array, 
     return balance, jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
 
 
-def _attention(config: LlamaConfig, params: Mapping[str, Array], x: Array) -> Array:
+def _attention(config: LlamaConfig, params: Mapping[str, Array], x: Array, layer: int) -> Array:
     query, key, value = (
         jnp.einsum("bsf,fhd->bshd", x, params[f"attention.projection.{name}.kernel"])
         for name in ("query", "key", "value")
@@ -104,11 +117,18 @@ def _attention(config: LlamaConfig, params: Mapping[str, Array], x: Array) -> Ar
     key, value = (jnp.repeat(heads, repeats, axis=2) for heads in (key, value))
     scores = jnp.einsum("bshd,bthd->bhst", query, key) / np.sqrt(config.head_dim)
     causal = np.tril(np.ones(scores.shape[-2:], bool))
-    if config.sliding_window is not None:
+    period = config.full_attention_period
+    if config.sliding_window is not None and not (period and layer % period == period - 1):
         causal = np.triu(causal, 1 - config.sliding_window)
     scores = jnp.where(causal[None, None], scores, -jnp.inf)
+    if config.attention_sinks:  # A key more, whose value is zero.
+        sinks = params["attention.sinks"].reshape(1, -1, 1, 1)
+        sinks = jnp.broadcast_to(sinks, (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
+        value = jnp.pad(value, ((0, 0), (0, 1), (0, 0), (0, 0)))
     attended = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores, axis=-1), value)
-    return jnp.einsum("bshd,hdf->bsf", attended, params["attention.output.kernel"])
+    output = jnp.einsum("bshd,hdf->bsf", attended, params["attention.output.kernel"])
+    return output + params["attention.output.bias"][None, None] if config.output_bias else output
 
 
 def _rotate(config: LlamaConfig, x: Array) -> Array:

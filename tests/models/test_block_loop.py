@@ -60,8 +60,10 @@ def contract(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return x @ kernel.T.T
 
 
-def block(weights: Block, x: jax.Array, shift: jax.Array) -> jax.Array:
-    hidden = jnp.tanh(contract(x * weights["scale"].reshape(1, -1) + shift, weights["up"]))
+def block(kind: int, weights: Block, x: jax.Array, shift: jax.Array) -> jax.Array:
+    """Blocks of other kinds compute with another activation."""
+    activation = (jnp.tanh, jnp.sin, jnp.cos)[kind]
+    hidden = activation(contract(x * weights["scale"].reshape(1, -1) + shift, weights["up"]))
     return x + contract(hidden, weights["down"])
 
 
@@ -86,11 +88,13 @@ def loss_and_gradients(
     gathered_before: bool = False,
     unroll: int = 0,
     remat: bool = False,
+    kinds: int = 1,
 ) -> Callable[..., Any]:
     """The loss of blocks and a head, and its gradients; blocks are scanned if `unroll` is not 0."""
-    fun = jax.checkpoint(block) if remat else block
+    funs = [functools.partial(block, kind) for kind in range(kinds)]
+    funs = list(map(jax.checkpoint, funs)) if remat else funs
     use = Shards(gathers)
-    loop = Scanned(depth, unroll) if unroll else Unrolled(depth)
+    loop = Scanned(depth, unroll, kinds) if unroll else Unrolled(depth, kinds)
 
     def local(blocks: list[Block], head: Block, x: jax.Array) -> Any:
         whole = [use.weights(b, None) for b in blocks] if gathered_before else None
@@ -99,7 +103,7 @@ def loss_and_gradients(
             own, gathered = blocks, whole
             if unroll:
                 own, gathered = stacked(blocks), whole and stacked(whole)
-            y, head = apply_blocks(fun, use, loop, own, gathered, x, jnp.float32(0.5), last=head)
+            y, head = apply_blocks(funs, use, loop, own, gathered, x, jnp.float32(0.5), last=head)
             return jax.lax.psum(jnp.sum((y @ head["up"]) ** 2), "fsdp")
 
         return jax.value_and_grad(loss, (0, 1, 2))(blocks, head, x)
@@ -114,8 +118,10 @@ def loss_and_gradients(
     return sharded
 
 
-def expected(blocks: list[Block], head: Block, x: jax.Array) -> jax.Array:
-    y = functools.reduce(lambda y, weights: block(weights, y, jnp.float32(0.5)), blocks, x)
+def expected(blocks: list[Block], head: Block, x: jax.Array, kinds: int) -> jax.Array:
+    y = x
+    for number, weights in enumerate(blocks):
+        y = block(number % kinds, weights, y, jnp.float32(0.5))
     return jnp.sum((y @ head["up"]) ** 2)
 
 
@@ -133,13 +139,18 @@ X = np.random.default_rng(1).normal(size=(DEVICES * ROWS, FEATURES)).astype("flo
         (5, dict(unroll=2)),
         (3, dict(unroll=1, gathers=None)),
         (3, dict(unroll=1, gathers=None, gathered_before=True)),
+        (5, dict(kinds=2)),
+        (4, dict(unroll=1, kinds=2)),
+        (6, dict(unroll=4, kinds=2, gathers=None)),
+        (6, dict(unroll=1, kinds=3, remat=True)),
     ],
     ids=str,
 )
 def test_gradients_equal_those_of_whole_weights(make_mesh, depth, options):
     blocks = make_blocks(depth)
     found = loss_and_gradients(make_mesh({"fsdp": DEVICES}), depth, **options)(blocks, X)
-    right = jax.jit(jax.value_and_grad(expected, (0, 1, 2)))(blocks, blocks[0], X)
+    fun = functools.partial(expected, kinds=options.get("kinds", 1))
+    right = jax.jit(jax.value_and_grad(fun, (0, 1, 2)))(blocks, blocks[0], X)
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         # Sums of float32 in another order.
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-3)
@@ -217,9 +228,9 @@ def test_gradients_of_the_head_do_not_wait_for_the_blocks(make_mesh, unroll):
 def test_only_what_depends_on_activations_is_kept():
     weights = {name: jnp.asarray(array) for name, array in make_blocks(1)[0].items()}
     x, shift = jnp.asarray(X[:5]), jnp.float32(0.5)
-    split = split_pullback(block, weights, x, shift)
+    split = split_pullback(functools.partial(block, 0), weights, x, shift)
     y, kept = split.forward(weights, x, shift)
-    _, pull = jax.vjp(lambda weights, x: block(weights, x, shift), weights, x)
+    _, pull = jax.vjp(lambda weights, x: block(0, weights, x, shift), weights, x)
     for found, right in zip(
         jax.tree.leaves(split.backward(weights, kept, y)), jax.tree.leaves(pull(y)), strict=True
     ):

@@ -10,6 +10,7 @@ import pytest
 
 from models.families import FAMILIES, read_config
 from models.families.config_keys import WITHOUT_INFLUENCE, Key
+from models.families.rotary_keys import write_rotary
 
 TABLE = json.loads(
     (Path(__file__).parents[1] / "data" / "hugging_face_configs" / "defaults.json").read_text()
@@ -19,7 +20,8 @@ SAMPLES = TABLE["about"]["samples"]
 OURS = {
     "attention_bias", "head_dim", "max_window_layers", "mlp_bias", "model_type",
     "num_local_experts", "partial_rotary_factor", "pretraining_tp", "rope_interleaved",
-    "rope_scaling", "rope_theta", "torch_dtype", "use_mrope",
+    "rope_scaling", "rope_theta", "torch_dtype", "use_mrope", "experts_per_token",
+    "initial_context_length", "quantization_config",
 }  # fmt: skip
 
 
@@ -62,9 +64,9 @@ def test_a_file_without_keys_is_the_model_of_the_class(family):
     assert ours.norm_epsilon == theirs["rms_norm_eps"]
     assert ours.tied_head == theirs["tie_word_embeddings"]
     assert ours.sliding_window == theirs.get("sliding_window")
-    rotary = {"rope_theta": ours.rotary_base, "rope_type": "default"}
-    assert theirs["rope_parameters"] == rotary
-    assert ours.rotary_scaling.factor == 1
+    written = write_rotary(ours.rotary_base, ours.rotary_scaling)
+    scaling = written["rope_scaling"] or {"rope_type": "default"}
+    assert theirs["rope_parameters"] == {"rope_theta": ours.rotary_base, **scaling}
     # How long prompts may be is left open. Their class has a number, which its model does not use.
     assert ours.context_length is None
 

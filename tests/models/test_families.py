@@ -39,6 +39,23 @@ MODELS = {
     "experts": dataclasses.replace(
         SMALL, family="mixtral", num_experts=8, num_experts_per_token=3, hidden_features=12
     ),
+    "sinks": dataclasses.replace(
+        SMALL, attention_sinks=True, output_bias=True, sliding_window=3, full_attention_period=2
+    ),
+    "gpt-oss": dataclasses.replace(
+        SMALL,
+        family="gpt_oss",
+        projection_bias=True,
+        output_bias=True,
+        attention_sinks=True,
+        sliding_window=3,
+        full_attention_period=2,
+        num_experts=8,
+        num_experts_per_token=3,
+        hidden_features=12,
+        expert_bias=True,
+        expert_activation="gpt_oss",
+    ),
     "padded": dataclasses.replace(SMALL, vocabulary_size=23).padded_for(4),
     "padded and tied": dataclasses.replace(SMALL, vocabulary_size=23, tied_head=True).padded_for(4),
 }

@@ -150,6 +150,11 @@ def assert_curve_of_one_device(case: dict[str, Any]) -> None:
 
 
 WINDOW = (("family", "mistral"), ("sliding_window", 7))
+#: Sinks, and layers of two kinds.
+SINKS = (
+    ("attention_sinks", True), ("output_bias", True), ("sliding_window", 7),
+    ("full_attention_period", 2),
+)  # fmt: skip
 
 
 def test_a_run_has_the_curve_of_one_device():
@@ -157,12 +162,16 @@ def test_a_run_has_the_curve_of_one_device():
     assert_curve_of_one_device(case | {"scan_layers": 1, "loss_chunk": 6})
 
 
+def test_sinks_and_layers_of_two_kinds_have_the_curve_of_one_device():
+    assert_curve_of_one_device({"sizes": (1, 2, 2, 2), "kind": "text", "model": SINKS, "zero": 2})
+
+
 def covering_cases() -> list[dict[str, Any]]:
     """All pairs of a mesh and settings."""
     factors: dict[str, list[Any]] = {
         "sizes": [(1, 1, 1, 4), (2, 1, 2, 2), (1, 2, 2, 2)],
         "kind": ["text", "documents", "chats"],
-        "model": [(), WINDOW, tuple(EXPERTS.items())],
+        "model": [(), WINDOW, SINKS, tuple(EXPERTS.items())],
         "zero": [0, 1, 3],
         "gradient_accumulation_steps": [1, 2],
         "remat": ["dots", "full"],

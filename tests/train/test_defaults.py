@@ -68,7 +68,7 @@ def test_a_resumed_run_keeps_its_level(tmp_path: Path):
     assert parsed(f"{resume} --mesh.fsdp 4 --zero 3").zero == 3
 
 
-def test_what_is_replicated_over_fsdp_is_said_with_the_flag_that_shards_it():
+def test_replicas_over_fsdp_are_reported_with_the_flag_that_shards_them():
     config, sizes = parsed("--mesh.fsdp 2 --zero 0"), MeshSizes(fsdp=2, tensor=2)
     (line,) = describe_zero(config, ModelFunctions(config, sizes), sizes)
     assert line.startswith("zero=0: each device of fsdp=2 has all parameters with their gradients")

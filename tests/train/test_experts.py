@@ -30,11 +30,16 @@ from train.metrics import model_flops_per_token
 from train.optimizer import make_optimizer
 from train.parameter_shards import replica_axes
 from train.reporter import Reporter
-from train.state import ModelFunctions, init_state, state_on_mesh
+from train.state import ModelFunctions, init_state, is_vector, state_on_mesh
 
 MODEL = dataclasses.replace(
     SHORT.model, num_layers=2, features=32, hidden_features=48, num_heads=4, num_key_value_heads=4,
     head_dim=8, family="mixtral", num_experts=8, num_experts_per_token=2, router_loss_weight=0.05,
+)  # fmt: skip
+#: Biases and sinks beside the matrices, and layers of two kinds.
+GPT_OSS = dataclasses.replace(
+    MODEL, family="gpt_oss", projection_bias=True, output_bias=True, attention_sinks=True,
+    sliding_window=7, full_attention_period=2, expert_bias=True, expert_activation="gpt_oss",
 )  # fmt: skip
 #: Two microbatches for each of 8 groups of devices.
 RUN = dataclasses.replace(
@@ -42,7 +47,7 @@ RUN = dataclasses.replace(
 )
 #: What is compared of each step.
 COMPARED = ("loss", "grad_norm", "balance_loss", "router_z_loss", "largest_over_mean")
-STEPS = 5
+STEPS, SIZES = 5, MeshSizes(1, 2, 2)
 
 
 @functools.cache
@@ -71,6 +76,46 @@ def test_experts_over_both_axes_have_the_curve_of_one_device():
         scan_layers=1,
         overlap="ring",
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ((1, 2, 2), dict(expert_axes="fsdp", expert_hidden_axis="tensor", zero=3, scan_layers=1)),
+        ((2, 2, 2), dict(expert_axes="both", zero=2, gradient_accumulation_steps=2)),
+        pytest.param((1, 1, 2), dict(expert_axes="tensor"), marks=pytest.mark.exhaustive),
+        pytest.param(
+            (1, 2, 2),
+            dict(expert_axes="tensor", zero=3, weight_gather="matmuls", remat="dots"),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            (1, 4, 2),
+            dict(expert_axes="none", zero=3, weight_gather="blocks", remat="full", scan_layers=2),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            (1, 4, 2),
+            dict(expert_axes="both", zero=1, overlap="ring"),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=str,
+)
+def test_biases_sinks_and_layers_of_two_kinds_have_the_curve_of_one_device(sizes, changes):
+    assert_same_curve(sizes, curve_of(ONE_DEVICE, model=GPT_OSS), model=GPT_OSS, **changes)
+
+
+def test_all_but_matrices_are_whole_and_do_not_decay():
+    model = ModelFunctions(dataclasses.replace(RUN, model=GPT_OSS, scan_layers=1, zero=3), SIZES)
+    names = ["attention.output.bias", "attention.sinks", "experts.router.logit_bias"]
+    names += [f"experts.b_{name}" for name in ("gate", "up", "down")]
+    for name in (f"layers.{name}" for name in names):
+        assert name in model.abstract_params
+        assert name not in {*model.matrices, *model.sharded_dimensions}
+        assert is_vector(name)
+    assert model.specs["layers.attention.sinks"] == P(None, "tensor")
+    assert not any(map(is_vector, model.matrices))
 
 
 def covering_cases() -> list[Any]:

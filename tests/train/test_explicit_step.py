@@ -101,6 +101,9 @@ def rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explicit_step, "overlap", with_rings)
 
 
+SINKS: dict[str, Any] = {
+    "attention_sinks": True, "output_bias": True, "sliding_window": 5, "full_attention_period": 2,
+}  # fmt: skip
 MUON = dataclasses.replace(SHORT.optimizer, kind="muon")
 
 CASES = [
@@ -113,6 +116,9 @@ CASES = [
         id="scan",
         marks=pytest.mark.exhaustive,
     ),
+    # Sinks, and layers of two kinds in turns.
+    pytest.param({"scan_layers": 1}, SINKS, id="sinks"),
+    pytest.param({}, SINKS, id="sinks-unrolled", marks=pytest.mark.exhaustive),
     pytest.param(
         {"separate_documents": True, "gradient_accumulation_steps": 2, "remat": "full"},
         UNEVEN,

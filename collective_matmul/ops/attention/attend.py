@@ -273,7 +273,13 @@ def attention_forward(
     request: AttentionRequest,
 ) -> tuple[jax.Array, jax.Array]:
     """The result [B, S, N, H] and the log-sum-exp [B, N, S], float32, by a kernel; with sinks."""
-    out, log_sum_exp = kernel.forward(query, key, value, segments, request)
+    return with_sinks(*kernel.forward(query, key, value, segments, request), sinks)
+
+
+def with_sinks(
+    out: jax.Array, log_sum_exp: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """A result [B, S, N, H] and a log-sum-exp [B, N, S] of all keys, with sinks [N] or None."""
     if sinks is None:
         return out, log_sum_exp
     total = jnp.logaddexp(log_sum_exp, sinks.astype(log_sum_exp.dtype)[None, :, None])
@@ -298,13 +304,20 @@ def attention_backward(
     Without sinks, `out` and `log_sum_exp` may be of more keys than these: see `AttentionKernel`.
     """
     gradients = kernel.backward(query, key, value, out, log_sum_exp, cotangent, segments, request)
+    return *gradients, sinks_gradient(sinks, out, log_sum_exp, cotangent)
+
+
+def sinks_gradient(
+    sinks: jax.Array | None, out: jax.Array, log_sum_exp: jax.Array, cotangent: jax.Array
+) -> jax.Array | None:
+    """The gradient of sinks, given what `with_sinks` returned and the gradient of the result."""
     if sinks is None:
-        return *gradients, None
+        return None
     wide = log_sum_exp.dtype
     dot = jnp.sum(cotangent.astype(wide) * out.astype(wide), axis=-1)  # [B, S, N]
     weight = jnp.exp(sinks.astype(wide)[None, :, None] - log_sum_exp)  # [B, N, S]
     dsinks = -jnp.sum(jnp.swapaxes(weight, 1, 2) * dot, axis=(0, 1))
-    return *gradients, dsinks.astype(sinks.dtype)
+    return dsinks.astype(sinks.dtype)
 
 
 def _segments(ids: jax.Array | Segments | None, most: int | None) -> Segments | None:

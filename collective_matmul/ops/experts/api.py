@@ -24,6 +24,7 @@ from collective_matmul.operands.arithmetic import accumulator
 from collective_matmul.operands.varying import pvary_all
 from collective_matmul.ops.experts import checks
 from collective_matmul.ops.experts.backends import BACKENDS
+from collective_matmul.ops.experts.biases import ExpertBiases, added_once
 from collective_matmul.ops.experts.gradients import (
     ExpertCall,
     devices_of,
@@ -51,15 +52,18 @@ def expert_mlp(
     fp8: RecipeName | None = None,
     weight_axis_name: str | None = None,
     weight_dimension: int = 1,
+    b_gate: jax.Array | None = None,
+    b_up: jax.Array | None = None,
+    b_down: jax.Array | None = None,
     implementation: str | Sequence[str] | None = None,
     grouped_implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
     """Applies to each token the experts that a router chose for it, and adds the weighted results.
 
-    Call it inside `jax.shard_map`. An expert is ``(σ(x w_gate) * (x w_up)) w_down``. With E experts
-    on the D devices of `axis_name`, expert e is at index ``e // (E/D)``. No token is dropped,
-    whatever the router does, and shapes are static: a device has room for all pairs of a token and
-    an expert.
+    Call it inside `jax.shard_map`. An expert is ``(σ(x w_gate) * (x w_up)) w_down``, with a bias
+    after each product if there are any. With E experts on the D devices of `axis_name`, expert e is
+    at index ``e // (E/D)``. No token is dropped, whatever the router does, and shapes are static: a
+    device has room for all pairs of a token and an expert.
 
     Sums over devices are added at home, in a fixed order and in at least float32, from terms in x's
     dtype.
@@ -77,7 +81,9 @@ def expert_mlp(
         experts are numbered, or ``()``.
       hidden_axis_name: a mesh axis that divides f, the hidden features, or None. Its devices
         exchange tokens too.
-      activation: σ: "silu", "gelu" (by tanh) or "relu".
+      activation: σ: "silu", "gelu" (by tanh) or "relu". Or "gpt_oss", whose gate and up are clamped
+        and not multiplied as they are: ``g sigmoid(1.702 g) (u + 1)`` with g at most 7, u from -7
+        to 7.
       recompute_hidden: whether the backward pass computes ``x w_gate`` and ``x w_up`` again. Else
         they are kept, with the checkpoint name `HIDDEN_CHECKPOINT_NAME`: 2 D T k f numbers.
       fp8: None, or the recipe by which operands are quantized, or the name of a registered format.
@@ -87,6 +93,10 @@ def expert_mlp(
         parallelism: the op takes shards of any dtype, and gathers them in x's. None: they are
         whole.
       weight_dimension: the dimension of each weight that `weight_axis_name` shards.
+      b_gate: [E/D, f], the biases of gate, of any floating dtype, or None. They are added in at
+        least float32, and so are their gradients. `weight_axis_name` does not shard biases.
+      b_up: [E/D, f], likewise.
+      b_down: [E/D, h], likewise; the same on all devices of `hidden_axis_name`.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.ops.experts.backends`.
       grouped_implementation: likewise, what multiplies the rows of each expert; see
@@ -104,17 +114,13 @@ def expert_mlp(
     used = names if hidden_axis is None else (*names, hidden_axis)
     weight_axis = checks.other_axis(weight_axis_name, "weight_axis_name", used)
     checks.arrays(x=x, expert_ids=expert_ids, expert_weights=expert_weights)
-    checks.arrays(w_gate=w_gate, w_up=w_up, w_down=w_down)
     checks.routing(x, expert_ids, expert_weights)
-    ws = ExpertWeights(w_gate, w_up, w_down)
-    shards = 1 if weight_axis is None else devices_of((weight_axis,))
+    ws, biases = ExpertWeights(w_gate, w_up, w_down), ExpertBiases(b_gate, b_up, b_down)
     dimension = checks.weight_dimension(weight_dimension)
-    checks.weights(x, ws, shards, dimension, sharded=weight_axis is not None)
-    local = w_gate.shape[0] * (shards if dimension == 0 else 1)
     call = ExpertCall(
         axis_names=names,
         all_axes=checks.in_mesh_order(used),
-        experts=local * devices_of(names),
+        experts=_local_experts(x, ws, biases, weight_axis, dimension) * devices_of(names),
         activation=checks.activation(activation),
         recompute_hidden=checks.recompute_hidden(recompute_hidden),
         format=checks.fp8(fp8, x),
@@ -129,16 +135,36 @@ def expert_mlp(
         return jnp.zeros_like(x)
     axes = used if weight_axis is None else (*used, weight_axis)
     weights, ids = expert_weights.astype(accumulator(x.dtype)), _within(expert_ids, call.experts)
-    x, weights, ws, ids = pvary_all(axes, (x, weights, ws, ids))
-    return checkpoint_name(_routed(x, weights, ws, ids, call), CHECKPOINT_NAME)
+    x, weights, ws, biases, ids = pvary_all(axes, (x, weights, ws, biases, ids))
+    biases = biases._replace(down=added_once(biases.down, hidden_axis))
+    return checkpoint_name(_routed(x, weights, ws, biases, ids, call), CHECKPOINT_NAME)
+
+
+def _local_experts(
+    x: jax.Array, ws: ExpertWeights, biases: ExpertBiases, weight_axis: str | None, dimension: int
+) -> int:
+    """The number of this device's experts, whose weights and biases are checked."""
+    checks.arrays(w_gate=ws.gate, w_up=ws.up, w_down=ws.down)
+    shards = 1 if weight_axis is None else devices_of((weight_axis,))
+    checks.weights(x, ws, shards, dimension, sharded=weight_axis is not None)
+    experts, _, hidden = (
+        size * (shards if place == dimension else 1) for place, size in enumerate(ws.gate.shape)
+    )
+    checks.biases(biases, (experts, x.shape[1], hidden))
+    return experts
 
 
 def _routed(
-    x: jax.Array, weights: jax.Array, ws: ExpertWeights, ids: jax.Array, call: ExpertCall
+    x: jax.Array,
+    weights: jax.Array,
+    ws: ExpertWeights,
+    biases: ExpertBiases,
+    ids: jax.Array,
+    call: ExpertCall,
 ) -> jax.Array:
     """`routed_experts`, with a helpful error under `jax.vmap`."""
     try:
-        return routed_experts(x, weights, ws, ids, call)
+        return routed_experts(x, weights, ws, biases, ids, call)
     except NotImplementedError as error:
         if "ragged_dot vmap" not in str(error):
             raise

@@ -10,7 +10,9 @@ import numpy as np
 from jax import lax
 
 from collective_matmul.operands.format import Format, format_named
-from collective_matmul.ops.experts.work import ACTIVATIONS, ExpertWeights
+from collective_matmul.ops.experts.activations import NAMES
+from collective_matmul.ops.experts.biases import ExpertBiases
+from collective_matmul.ops.experts.work import ExpertWeights
 from collective_matmul.ops.matmul import checks as matmul_checks
 
 #: Dtypes of tokens and weights. float64 needs 64-bit types, which JAX_ENABLE_X64 enables.
@@ -91,8 +93,8 @@ def activation(value: str) -> str:
     Raises:
       ValueError: for other values.
     """
-    if not isinstance(value, str) or value not in ACTIVATIONS:
-        names = ", ".join(map(repr, ACTIVATIONS))
+    if not isinstance(value, str) or value not in NAMES:
+        names = ", ".join(map(repr, NAMES))
         raise ValueError(f"activation={value!r}: expected one of {names}")
     return value
 
@@ -195,4 +197,29 @@ def weights(x: jax.Array, ws: ExpertWeights, shards: int, dimension: int, *, sha
             raise ValueError(
                 f"{name} of shape {shape}: expected {wanted}, for x of shape {x.shape} and w_gate"
                 f" of shape {whole[0]}; sizes are above 0"
+            )
+
+
+def biases(values: ExpertBiases, sizes: tuple[int, int, int]) -> None:
+    """Checks the biases of experts.
+
+    Args:
+      values: the biases.
+      sizes: the numbers of this device's experts, of features, and of its hidden features.
+
+    Raises:
+      ValueError, TypeError: if they do not fit.
+    """
+    experts, features, hidden = sizes
+    for name, bias in zip(values._fields, values, strict=True):
+        if bias is None:
+            continue
+        arrays(**{f"b_{name}": bias})
+        expected = experts, features if name == "down" else hidden
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"b_{name} of {bias.dtype}: expected numbers such as float32")
+        if bias.shape != expected:
+            raise ValueError(
+                f"b_{name} of shape {bias.shape}: expected {expected}, a bias for each expert of"
+                " this device; weight_axis_name does not shard biases"
             )

@@ -26,6 +26,7 @@ from collective_matmul.operands.format import PLAIN, Format
 from collective_matmul.operands.grouped import separate_rows
 from collective_matmul.operands.multiply import contracted, multiplied
 from collective_matmul.ops.experts.backend import ExpertBackend
+from collective_matmul.ops.experts.biases import ExpertBiases
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan, Routing, plans_of
 from collective_matmul.ops.experts.work import (
@@ -153,8 +154,9 @@ def backward_pass(call: ExpertCall, kept: Any, dy: jax.Array) -> Any:
 
     Args:
       call: the static parameters.
-      kept: x, in rows of the format if it packs gradients; the weights; plans of all visits; what
-        the backend made of the routings; and the products of gate and up in each visit, or none.
+      kept: x, in rows of the format if it packs gradients; the weights; the biases; plans of all
+        visits; what the backend made of the routings; and the products of gate and up in each
+        visit, or none.
       dy: [T, h], the gradient of the result.
 
     Returns:
@@ -163,9 +165,14 @@ def backward_pass(call: ExpertCall, kept: Any, dy: jax.Array) -> Any:
     return _backward(call, kept, dy)
 
 
-@functools.partial(ReverseMode, nondiff_argnums=(4,))
+@functools.partial(ReverseMode, nondiff_argnums=(5,))
 def routed_experts(
-    x: jax.Array, weights: jax.Array, ws: ExpertWeights, ids: jax.Array, call: ExpertCall
+    x: jax.Array,
+    weights: jax.Array,
+    ws: ExpertWeights,
+    biases: ExpertBiases,
+    ids: jax.Array,
+    call: ExpertCall,
 ) -> jax.Array:
     """Each token's weighted sum over its experts.
 
@@ -173,17 +180,23 @@ def routed_experts(
       x: [T, h], this device's tokens.
       weights: [T, k], in float32, or in float64 for tokens of float64.
       ws: the weights of this device's experts, or shards of them.
+      biases: the biases of this device's experts.
       ids: int32 [T, k].
       call: the static parameters.
 
     Returns:
       [T, h].
     """
-    return _forward(x, weights, ws, ids, call)[0]
+    return _forward(x, weights, ws, biases, ids, call)[0]
 
 
 def _keeping(
-    x: jax.Array, weights: jax.Array, ws: ExpertWeights, ids: jax.Array, call: ExpertCall
+    x: jax.Array,
+    weights: jax.Array,
+    ws: ExpertWeights,
+    biases: ExpertBiases,
+    ids: jax.Array,
+    call: ExpertCall,
 ) -> tuple[jax.Array, Any]:
     """The forward pass of a program with gradients.
 
@@ -194,13 +207,18 @@ def _keeping(
         backend, _ = call.choose(x, ids.shape[1], ws, "backward")
     remarks = () if call.implementation else ("the backward pass decides for both",)
     pinned = replace(call, implementation=(backend.name,), remarks=remarks)
-    return _forward(x, weights, ws, ids, pinned)
+    return _forward(x, weights, ws, biases, ids, pinned)
 
 
 def _forward(
-    x: jax.Array, weights: jax.Array, ws: ExpertWeights, ids: jax.Array, call: ExpertCall
+    x: jax.Array,
+    weights: jax.Array,
+    ws: ExpertWeights,
+    biases: ExpertBiases,
+    ids: jax.Array,
+    call: ExpertCall,
 ) -> tuple[jax.Array, Any]:
-    x, weights, ws = _once_differentiable(x, weights, ws)
+    x, weights, ws, biases = _once_differentiable(x, weights, ws, biases)
     backend, request = call.choose(x, ids.shape[1], ws, "forward")
     first = axis_index(call.axis_names) * np.int32(request.local_experts)
     routings, of_backend = backend.routings(request, Routing(ids, weights))
@@ -221,7 +239,7 @@ def _forward(
 
         def piece(i: int, activated: Any) -> jax.Array:
             columns = None if parts == 1 else (i * width, (i + 1) * width)
-            return work.down(activated, plan, ws.down, columns)
+            return work.down(activated, plan, ws, columns)
 
         makers = [functools.partial(piece, i) for i in range(parts)]
         return makers, work.activated(products, plan)
@@ -232,15 +250,15 @@ def _forward(
         of_backend,
         visit,
         lambda number, rest, ws, carry: carry,
-        work.weights(call.whole(backend, ws, x.dtype)),
+        work.weights(call.whole(backend, ws, x.dtype), biases),
         (),
     )
-    return y, (contracted(rows), ws, plans, of_backend, hidden)
+    return y, (contracted(rows), ws, biases, plans, of_backend, hidden)
 
 
 def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
-    x, ws, plans, of_backend, hidden = residuals
-    dy, ws = _once_differentiable(dy, ws)
+    x, ws, biases, plans, of_backend, hidden = residuals
+    dy, ws, biases = _once_differentiable(dy, ws, biases)
     (rows,) = separate_rows(call.format, [dy], of_gradient=True)
     # Without the barrier, XLA would keep what the forward gathered.
     x, sent, stored = lax.optimization_barrier((x, contracted(rows), ws))
@@ -261,20 +279,22 @@ def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
     def finish(number: int, state: Any, operands: Any, carry: Any) -> Any:
         """Weight gradients of `_VISITS_AT_ONCE` visits, which are added in registers."""
         del operands
-        waiting, gradients = carry
+        waiting, gradients, of_biases = carry
         waiting = [*waiting, state[0]]
         if len(waiting) < _VISITS_AT_ONCE and number + 1 < len(plans):
-            return waiting, gradients
-        return [], work.weight_gradients(waiting, gradients)
+            return waiting, gradients, of_biases
+        of_biases = work.bias_gradients(waiting, biases, of_biases)
+        return [], work.weight_gradients(waiting, gradients), of_biases
 
-    operands = work.weights(call.whole(backend, stored, dy.dtype)), hidden
-    (dx, dweights), (_, gradients) = backend.round_trip(
-        request, (x, sent), of_backend, visit, finish, operands, ([], None)
+    operands = work.weights(call.whole(backend, stored, dy.dtype), biases), hidden
+    (dx, dweights), (_, gradients, of_biases) = backend.round_trip(
+        request, (x, sent), of_backend, visit, finish, operands, ([], None, None)
     )
     gradients = call.shards(backend, gradients, ws)
     gradients = ExpertWeights(*(g.astype(w.dtype) for g, w in zip(gradients, ws, strict=True)))
+    of_biases = jax.tree.map(lambda g, b: g.astype(b.dtype), of_biases, biases)
     ids = np.zeros(dweights.shape, jax.dtypes.float0)
-    return dx, dweights, gradients, ids
+    return dx, dweights, gradients, of_biases, ids
 
 
 routed_experts.defvjp(_keeping, _backward)

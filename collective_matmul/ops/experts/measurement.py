@@ -30,6 +30,7 @@ from collective_matmul.operands.grouped import separate_rows
 from collective_matmul.ops.experts import expert_cost
 from collective_matmul.ops.experts.backend import ExpertBackend
 from collective_matmul.ops.experts.backends import BACKENDS
+from collective_matmul.ops.experts.biases import ExpertBiases
 from collective_matmul.ops.experts.gradients import ExpertCall, backward_pass, routed_experts
 from collective_matmul.ops.experts.request import OP, ExpertRequest
 from collective_matmul.ops.experts.routing import Plan, Routing, plans_of
@@ -147,7 +148,7 @@ class ExpertRepetitions(Repetitions):
         call = self._call(cast(ExpertBackend, backend))
         if self.request.direction == "forward":
             x, router = operands.x, operands.router
-            return routed_experts(x, router, weights, operands.ids, call), ()
+            return routed_experts(x, router, weights, ExpertBiases(), operands.ids, call), ()
         stored_plans, of_backend = operands.plans
         of_backend = jax.tree.map(lambda x: x[0], of_backend)
         plans = [_plan(*stored) for stored in stored_plans]
@@ -158,8 +159,8 @@ class ExpertRepetitions(Repetitions):
                 pairs = slice(start, start + plan.tokens.size)
                 hidden.append(Hidden(*(product[pairs] for product in operands.hidden)))
                 start += plan.tokens.size
-        kept = operands.x, weights, plans, of_backend, hidden
-        dx, dweights, gradients, _ = backward_pass(call, kept, operands.dy)
+        kept = operands.x, weights, ExpertBiases(), plans, of_backend, hidden
+        dx, dweights, gradients, *_ = backward_pass(call, kept, operands.dy)
         return (dx, dweights), gradients
 
     @property

@@ -71,6 +71,18 @@ class Plan(NamedTuple):
         return self.places < self.count
 
     @property
+    def row_experts(self) -> jax.Array:
+        """int32 [M], the expert of each sorted pair; of pairs of no expert, the last one here."""
+        place = lax.iota(jnp.int32, self.tokens.size)
+        ends = jnp.cumsum(self.sizes[:-1], dtype=jnp.int32)
+        return jnp.sum(place[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+
+    @property
+    def token_experts(self) -> jax.Array:
+        """int32 [T, k], likewise, of each pair as tokens have them."""
+        return self.row_experts[self.places]
+
+    @property
     def row_weights(self) -> jax.Array:
         """[M], the weight of each sorted pair."""
         rows = jnp.zeros(self.tokens.shape, self.weights.dtype)

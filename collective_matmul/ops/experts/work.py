@@ -2,18 +2,21 @@
 
 Legend: T tokens of the visit, k experts of a token, M = T k pairs in the order of a `Plan`, E
 experts of this device, h the width of tokens, f hidden features. With X, DY the rows of tokens and
-of gradients for each pair, p the pairs' weights as a column, and σ the activation::
+of gradients for each pair, p the pairs' weights as a column, and φ the gated activation, such as
+σ(G) U::
 
-    G = X w_gate, U = X w_up, A = σ(G) U       [M, f]
+    G = X w_gate, U = X w_up, A = φ(G, U)      [M, f]
     y = sum over a token's pairs of p A w_down [T, h]
 
     DA  = DY w_downᵀ                           [M, f]
     dp  = sum over f of DA A                   [M]
-    DG, DU = gradients of σ(G) U for p DA      [M, f]
+    DG, DU = gradients of φ(G, U) for p DA     [M, f]
     dx  = sum over a token's pairs of DG w_gateᵀ + DU w_upᵀ
     dw_gate = Xᵀ DG, dw_up = Xᵀ DU, dw_down = (p A)ᵀ DY, over the rows of each expert
 
 so the gradient of the router's weights needs no product of its own. X and DY are read by index.
+Biases are added to the rows of products, outside of the grouped matmuls: see
+`collective_matmul.ops.experts.biases`.
 
 With operands in a format, written in brackets, the products are those of rounded numbers. Each
 token, each pair's row and each expert's matrix is converted by itself, so nothing depends on which
@@ -31,7 +34,7 @@ computed again. A, DG and DU are made and used on one device, so weight gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -40,20 +43,20 @@ import jax.numpy as jnp
 from collective_matmul.dispatch.contract import Direction
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.operands.format import PLAIN
-from collective_matmul.operands.grouped import matrix_stacks, separate_rows
+from collective_matmul.operands.grouped import as_array, matrix_stacks, separate_rows
 from collective_matmul.operands.multiply import multiplied
+from collective_matmul.ops.experts.activations import gated_activation
+from collective_matmul.ops.experts.biases import (
+    ExpertBiases,
+    add_bias,
+    bias_gradients,
+    bias_products,
+)
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.request import GroupedOp, GroupedRequest
 from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan
-
-#: The activations by name: functions of float32 or float64.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": lambda x: x * jax.lax.logistic(x),
-    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": lambda x: jnp.maximum(x, 0),
-}
 
 
 class ExpertWeights(NamedTuple):
@@ -78,15 +81,17 @@ class PassWeights(NamedTuple):
         `back` serves for both, as arrays do.
       down: of a forward pass; its transpose in a backward pass.
       back: the transposes of gate and up, which a backward pass has. Arrays are not transposed.
+      biases: of all three products.
     """
 
     into: Any
     down: Any
     back: Any = None
+    biases: ExpertBiases = ExpertBiases()
 
 
 class Hidden(NamedTuple):
-    """The products of gate and up, [M, f] each."""
+    """The products of gate and up, [M, f] each, with their biases."""
 
     gate: Any
     up: Any
@@ -125,7 +130,7 @@ class ExpertWork:
     Args:
       request: the pass.
       rows: pairs of a visit, M.
-      activation: a name of `ACTIVATIONS`.
+      activation: as `gated_activation` takes it.
       grouped: names of the requested backends of grouped matmuls, best first, or None.
     """
 
@@ -138,7 +143,7 @@ class ExpertWork:
     ):
         self.dtype = request.dtype
         self.direction: Direction = request.direction
-        self.activation = ACTIVATIONS[activation]
+        self.activation = gated_activation(activation)
         self._rows = rows
         self._request = request
         self._requested = grouped
@@ -185,7 +190,7 @@ class ExpertWork:
         )
         return _Product(grouped, cast(GroupedBackend, choose(grouped, self._requested)))
 
-    def weights(self, ws: ExpertWeights) -> PassWeights:
+    def weights(self, ws: ExpertWeights, biases: ExpertBiases) -> PassWeights:
         """The weights of the pass. Call this once, before the visits."""
         stored, into = self._request.format, None
         if self._up is not None and (self.direction == "forward" or stored != PLAIN):
@@ -194,10 +199,10 @@ class ExpertWork:
         if self.direction == "forward":
             assert self._down is not None
             (down,) = self._down.operands(matrix_stacks(stored, [ws.down]))
-            return PassWeights(into, down)
+            return PassWeights(into, down, biases=biases)
         back = matrix_stacks(stored, [ws.gate, ws.up], transposed=True)
         (down,) = self._hidden_gradient.operands(matrix_stacks(stored, [ws.down], transposed=True))
-        return PassWeights(into, down, self._input_gradient.operands(back))
+        return PassWeights(into, down, self._input_gradient.operands(back), biases)
 
     def _in_format(
         self, product: _Product, xs: Sequence[Any], *, of_gradient: bool = False
@@ -212,26 +217,31 @@ class ExpertWork:
         request, backend = self._up
         (rows,) = self._in_format(self._up, [x])
         products = backend.matmuls(request, rows, ws.into or ws.back, plan.sizes, plan.tokens)
-        return Hidden(*products)
+        biases = ws.biases.gate, ws.biases.up
+        return Hidden(*(add_bias(p, b, plan) for p, b in zip(products, biases, strict=True)))
 
     def activated(self, hidden: Hidden, plan: Plan) -> Any:
-        """σ(G) U, as `down` takes it."""
+        """A, as `down` takes it."""
         assert self._up is not None
         assert self._down is not None
 
         def fun(gate: jax.Array, up: jax.Array) -> tuple:
-            return (self.activation(gate) * up,), None
+            return (self.activation(gate, up),), None
 
         activated = self._up.backend.map_rows(fun, hidden, [], plan.count, results=1)
         return self._in_format(self._down, activated)[0]
 
     def down(
-        self, activated: Any, plan: Plan, w: Any, columns: tuple[int, int] | None = None
+        self, activated: Any, plan: Plan, ws: PassWeights, columns: tuple[int, int] | None = None
     ) -> jax.Array:
         """[T, columns]: each token's weighted sum over its experts here."""
         assert self._down is not None
         request, backend = self._down
-        rows = backend.matmul(request, [(activated, w)], plan.sizes, columns=columns)
+        rows = backend.matmul(request, [(activated, ws.down)], plan.sizes, columns=columns)
+        bias = ws.biases.down
+        if bias is not None and columns is not None:
+            bias = bias[:, slice(*columns)]
+        rows = add_bias(rows, bias, plan)
         return plan.combined(rows, plan.weights, self.dtype)
 
     def hidden_gradients(
@@ -243,14 +253,16 @@ class ExpertWork:
         gradient = backend.matmul(request, [(rows, ws.down)], plan.sizes, plan.tokens)
 
         def fun(gradient: jax.Array, gate: jax.Array, up: jax.Array, weight: jax.Array) -> tuple:
-            product = lambda gate, up: self.activation(gate) * up  # noqa: E731
-            activated, pullback = jax.vjp(product, gate, up)
+            activated, pullback = jax.vjp(self.activation, gate, up)
             return (*pullback(weight * gradient), weight * activated), gradient * activated
 
         dgate, dup, weighted, dweights = backend.map_rows(
             fun, [gradient, *hidden], [plan.row_weights], plan.count, results=3, row_sums=True
         )
-        return Hidden(dgate, dup), weighted, plan.of_tokens(dweights)
+        dweights = plan.of_tokens(dweights)
+        if ws.biases.down is not None:
+            dweights += bias_products(as_array(dy, self.dtype), ws.biases.down, plan)
+        return Hidden(dgate, dup), weighted, dweights
 
     def input_gradient(self, dhidden: Hidden, plan: Plan, ws: PassWeights) -> jax.Array:
         """Dx [T, h], this device's term."""
@@ -279,6 +291,18 @@ class ExpertWork:
             return backend.weight_gradient(request, parts, getattr(before, name))
 
         return ExpertWeights(of_inputs("gate"), of_inputs("up"), self._of_down(visits, before.down))
+
+    def bias_gradients(
+        self, visits: Sequence[GradientRows], biases: ExpertBiases, added_to: ExpertBiases | None
+    ) -> ExpertBiases:
+        """The gradients of biases of some visits, in float32 or wider, added to those before."""
+        total = added_to
+        for v in visits:
+            dy = v.dy if biases.down is None else as_array(v.dy, self.dtype)
+            own = bias_gradients(biases, v.dhidden, dy, v.plan)
+            total = own if total is None else jax.tree.map(jnp.add, total, own)
+        assert total is not None
+        return total
 
     def _of_down(self, visits: Sequence[GradientRows], before: Any) -> jax.Array:
         request, backend = self._down_gradient

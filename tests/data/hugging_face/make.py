@@ -43,6 +43,15 @@ LLAMA3_ROTARY = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150.0,
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 BASE = {"rope_type": "default", "rope_theta": 10000.0}
 BATCH, SEQUENCE = 1, 16
 #: Class, dtype of the file, bytes of a file at most, and what differs from `SIZES`.
@@ -94,6 +103,20 @@ MODELS: dict[str, tuple[str, torch.dtype, int, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        torch.bfloat16,
+        20_000,
+        {
+            "head_dim": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "rope_parameters": YARN,
+        },
+    ),
 }
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -108,6 +131,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("gate_up_proj_bias"):  # Some of gate and up are beyond their limits.
+            noise *= 15
         with torch.no_grad():
             parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.3 * noise)
 

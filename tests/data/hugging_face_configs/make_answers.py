@@ -58,8 +58,15 @@ def described(file: Path) -> dict[str, Any]:
         "windows": sorted(windows, key=str),
         "frequencies": frequencies[:: max(1, len(frequencies) // 8)],
         "scaling": rotary.attention_scaling,
-        "activation": type(getattr(layers[0].mlp, "experts", layers[0].mlp).act_fn).__name__,
+        "activation": _activation(getattr(layers[0].mlp, "experts", layers[0].mlp)),
     }
+
+
+def _activation(module: Any) -> Any:
+    """The class of an activation, or the numbers of the one of gpt-oss, which has none."""
+    if hasattr(module, "act_fn"):
+        return type(module.act_fn).__name__
+    return [module.alpha, module.limit]
 
 
 def _run_small(config: Any) -> None:

@@ -173,6 +173,55 @@ def version_5(values: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return old | new | {"transformers_version": "5.0.0"} | changes
 
 
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
 CASES: dict[str, dict[str, Any]] = {
     # Llama 1, converted before there were key-value heads; its padding token does not exist.
     "llama-1": without(LLAMA, "tie_word_embeddings")
@@ -387,6 +436,26 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "qwen3-moe-dense-layers": QWEN3_MOE | {"mlp_only_layers": [0, 47]},
     "qwen3-moe-every-second": QWEN3_MOE | {"decoder_sparse_step": 2},
+    "gpt-oss": GPT_OSS,
+    "gpt-oss-not-quantized": without(GPT_OSS, "quantization_config"),
+    "gpt-oss-version-5": version_5(
+        without(GPT_OSS, "quantization_config", "experts_per_token", "initial_context_length")
+        | {"torch_dtype": "bfloat16"},
+        swiglu_alpha=1.702,
+    ),
+    "gpt-oss-few-keys": without(
+        GPT_OSS, "rope_scaling", "rope_theta", "layer_types", "num_local_experts", "head_dim"
+    ),
+    "gpt-oss-no-scaling": version_5(GPT_OSS | {"torch_dtype": "bfloat16"})
+    | {"rope_parameters": {"rope_theta": 150000.0, "rope_type": "default"}},
+    "gpt-oss-no-biases": GPT_OSS | {"attention_bias": False},
+    "gpt-oss-no-windows": GPT_OSS | {"layer_types": ["full_attention"] * 24},
+    "gpt-oss-all-windows": GPT_OSS | {"layer_types": ["sliding_attention"] * 24},
+    "gpt-oss-every-third": GPT_OSS
+    | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 8},
+    "gpt-oss-full-first": GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"] * 12},
+    "gpt-oss-another-limit": GPT_OSS | {"swiglu_limit": 5.0},
+    "gpt-oss-another-format": GPT_OSS | {"quantization_config": {"quant_method": "fp8"}},
     "qwen3-window-not-in-use": QWEN3 | {"layer_types": ["sliding_attention"] * 36},
 }
 _TEXT = json.dumps(LLAMA)

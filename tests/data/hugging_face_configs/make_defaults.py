@@ -26,6 +26,7 @@ CLASSES = {
     "qwen3": transformers.Qwen3Config,
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
 }
 #: Values of each JSON type. Every key is tried with each of them.
 SAMPLES: list[Any] = [

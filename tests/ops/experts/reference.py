@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import expert_mlp
 from collective_matmul.operands.arithmetic import accumulator
-from collective_matmul.ops.experts.work import ACTIVATIONS
+from collective_matmul.ops.experts.activations import ACTIVATIONS
 from tests.conftest import MeshFactory
 
 

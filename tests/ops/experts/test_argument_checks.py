@@ -193,6 +193,26 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         "x of type list: expected an array",
     ),
+    "biases of other features": (
+        {"b_gate": jnp.zeros((E, H))},
+        ValueError,
+        r"b_gate of shape \(4, 6\): expected \(4, 10\), a bias for each expert of this device",
+    ),
+    "a bias of down for hidden features": (
+        {"b_down": jnp.zeros((E, F))},
+        ValueError,
+        r"b_down of shape \(4, 10\): expected \(4, 6\), a bias",
+    ),
+    "shards of biases": (
+        {"b_up": jnp.zeros((E // 2, F)), "weight_axis_name": "fsdp", "weight_dimension": 0},
+        ValueError,
+        r"b_up of shape \(2, 10\): expected \(4, 10\), .*; weight_axis_name does not shard biases",
+    ),
+    "biases of whole numbers": (
+        {"b_up": jnp.zeros((E, F), jnp.int32)},
+        TypeError,
+        "b_up of int32: expected numbers such as float32",
+    ),
     "no matrix": ({"w_down": None}, TypeError, "w_down of type NoneType: expected an array"),
 }
 

@@ -29,6 +29,7 @@ from jax import lax
 
 from collective_matmul.dispatch.branches import divergent_axes
 from collective_matmul.operands.varying import pvary_all
+from collective_matmul.ops.attention.argument_checks import check_sinks
 from collective_matmul.ops.attention.context import checks
 from collective_matmul.ops.attention.context.backend import SequenceShard
 from collective_matmul.ops.attention.context.backends import BACKENDS
@@ -52,6 +53,7 @@ def context_attention(
     max_segments: int | None = None,
     window: int | None = None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: str | Sequence[str] | None = None,
     attention_implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
@@ -82,6 +84,8 @@ def context_attention(
       max_segments: for `segment_ids`, at least the number of segments in any whole sequence.
       window: number of tokens that a token attends to, itself included; None: all. Needs `causal`.
       scale: a number that scores are multiplied with; None: H ** -0.5.
+      sinks: [N], a score for each head that takes part in the softmax and has no value, or None.
+        They do not travel.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used: see `collective_matmul.ops.attention.context.backends`.
       attention_implementation: likewise, what attends on each device: "flash3", "cudnn" or "xla".
@@ -98,6 +102,7 @@ def context_attention(
     devices = int(np.prod([lax.axis_size(name) for name in names], dtype=np.int64))
     checks.arrays(q=q, k=k, v=v)
     checks.shapes(q, k, v, segment_ids, max_segments)
+    check_sinks(q, sinks)
     if not q.size:
         return jnp.zeros_like(q)
     window = checks.masks(q, k, causal, window, scale)
@@ -123,8 +128,7 @@ def context_attention(
         source=calling_location(),
         transport=transport_over(names),
     )
-    ids = None
-    if segments is not None and segment_ids is not None:
-        ids = jnp.asarray(segment_ids, jnp.int32)
-    operands = pvary_all(names, SequenceShard(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), ids))
-    return attention_over_devices(operands, request, BACKENDS.requested(implementation))
+    ids = None if segments is None or segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
+    operands = SequenceShard(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), ids)
+    operands, sinks = pvary_all(names, (operands, sinks))
+    return attention_over_devices(operands, sinks, request, BACKENDS.requested(implementation))

@@ -16,7 +16,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from collective_matmul.dispatch.selection import choose
-from collective_matmul.ops.attention.attend import ATTENTION_CHECKPOINT_NAME
+from collective_matmul.ops.attention.attend import (
+    ATTENTION_CHECKPOINT_NAME,
+    sinks_gradient,
+    with_sinks,
+)
 from collective_matmul.ops.attention.context.backend import ContextBackend, SequenceShard
 from collective_matmul.ops.attention.context.request import ContextRequest
 from collective_matmul.ops.matmul.reverse_mode import ReverseMode, undifferentiated
@@ -31,37 +35,44 @@ _once_differentiable = undifferentiated(
 )
 
 
-@functools.partial(ReverseMode, nondiff_argnums=(1, 2))
+@functools.partial(ReverseMode, nondiff_argnums=(2, 3))
 def attention_over_devices(
-    operands: SequenceShard, request: ContextRequest, requested: Requested
+    operands: SequenceShard, sinks: jax.Array | None, request: ContextRequest, requested: Requested
 ) -> jax.Array:
     """Attention of this device's queries.
 
     Args:
       operands: typed as varying over the same mesh axes.
+      sinks: [N], likewise, or None. They take part in a softmax once it is over all keys.
       request: of the forward pass.
       requested: names of backends, best first, or None.
 
     Returns:
       [B, s, N, H].
     """
-    operands = SequenceShard(*_once_differentiable(*operands))
-    return _chosen(request, requested).forward(request, operands)[0]
+    return _forward(operands, sinks, request, requested)[0]
+
+
+def _forward(
+    operands: SequenceShard, sinks: jax.Array | None, request: ContextRequest, requested: Requested
+) -> tuple[jax.Array, jax.Array]:
+    *arrays, sinks = _once_differentiable(*operands, sinks)
+    results = _chosen(request, requested).forward(request, SequenceShard(*arrays))
+    return with_sinks(*results, sinks)
 
 
 def _keeping(
-    operands: SequenceShard, request: ContextRequest, requested: Requested
+    operands: SequenceShard, sinks: jax.Array | None, request: ContextRequest, requested: Requested
 ) -> tuple[jax.Array, Any]:
-    operands = SequenceShard(*_once_differentiable(*operands))
-    results = _chosen(request, requested).forward(request, operands)
+    results = _forward(operands, sinks, request, requested)
     out, log_sum_exp = (checkpoint_name(x, ATTENTION_CHECKPOINT_NAME) for x in results)
-    return out, (operands, out, log_sum_exp)
+    return out, (operands, sinks, out, log_sum_exp)
 
 
 def _backward(
     request: ContextRequest, requested: Requested, residuals: Any, cotangent: jax.Array
 ) -> Any:
-    operands, out, log_sum_exp = residuals
+    operands, sinks, out, log_sum_exp = residuals
     (cotangent,) = _once_differentiable(cotangent)
     # Without the barrier, XLA would keep what the forward gathered.
     tied = operands, out, log_sum_exp, cotangent
@@ -72,7 +83,8 @@ def _backward(
     ids: Any = None
     if operands.ids is not None:
         ids = np.zeros(operands.ids.shape, jax.dtypes.float0)
-    return (SequenceShard(*gradients, ids),)
+    dsinks = sinks_gradient(sinks, out, log_sum_exp, cotangent)
+    return SequenceShard(*gradients, ids), dsinks
 
 
 attention_over_devices.defvjp(_keeping, _backward)

@@ -48,7 +48,7 @@ class ContextCase(AttentionCase):
             return np.arange(self.queries)
         return zigzag_order(self.queries, self.devices)
 
-    def local(self, *operands: Any, ids: Any = None) -> jax.Array:
+    def local(self, *operands: Any, ids: Any = None, sinks: Any = None) -> jax.Array:
         """The op, inside `shard_map`."""
         query, key, value = operands
         options: dict[str, Any] = {}
@@ -63,44 +63,49 @@ class ContextCase(AttentionCase):
             layout=self.layout,  # type: ignore[arg-type]
             window=self.window,
             scale=self.scale,
+            sinks=sinks if self.sinks else None,
             implementation=self.implementation,
             attention_implementation=self.kernel,
             **options,
         )
 
     def sharded(self, make_mesh: Callable) -> Callable:
-        """The op on arrays in the order of the devices: of query, key, value and ids."""
+        """The op on arrays in the order of the devices: of query, key, value and ids; and
+        sinks, if the case has them."""
         spec = P(None, AXIS)
 
-        def local(query: Any, key: Any, value: Any, ids: Any) -> jax.Array:
-            return self.local(query, key, value, ids=ids)
+        def local(query: Any, key: Any, value: Any, ids: Any, sinks: Any) -> jax.Array:
+            return self.local(query, key, value, ids=ids, sinks=sinks)
 
-        return jax.shard_map(
+        mapped = jax.shard_map(
             local,
             mesh=make_mesh({AXIS: self.devices}),
-            in_specs=(spec, spec, spec, spec),
+            in_specs=(spec, spec, spec, spec, P()),
             out_specs=spec,
             check_vma=self.check_vma,
         )
+        return lambda query, key, value, ids, sinks=None: mapped(query, key, value, ids, sinks)
 
     def run_on(
         self, make_mesh: Callable, seed: int = 0, jit: Callable = jax.jit, times: int = 1
     ) -> list[Attended]:
         """The result and the gradients in the order of positions, of each run of one program."""
-        operands, cotangent = self.arrays(seed)
+        (*operands, sinks), cotangent = self.arrays(seed)
+        given = [sinks] if self.sinks else []
         attend, order, back = self.sharded(make_mesh), self.order, np.argsort(self.order)
 
         def both(operands: Any, ids: Any, cotangent: Any) -> tuple:
-            out, pullback = jax.vjp(lambda *x: attend(*x, ids), *operands)
+            out, pullback = jax.vjp(lambda *x: attend(*x[:3], ids, *x[3:]), *operands)
             return out, *pullback(cotangent)
 
         # Tokens change places on the host: gathers and their gradients take long to compile.
-        arrays = jax.tree.map(lambda x: x[:, order], (operands[:3], self.ids(seed), cotangent))
+        arrays = jax.tree.map(lambda x: x[:, order], (operands, self.ids(seed), cotangent))
+        arrays = [*arrays[0], *given], *arrays[1:]
         program = jit(both)
         runs = [jax.device_get(program(*arrays)) for _ in range(times)]
-        # No sinks, no gradients of them.
-        sinks = np.zeros_like(operands[3])
-        return [Attended(*(x[:, back] for x in run), dsinks=sinks) for run in runs]
+        # Without sinks there are no gradients of them.
+        none = [] if given else [np.zeros_like(sinks)]
+        return [Attended(*(x[:, back] for x in run[:4]), *run[4:], *none) for run in runs]
 
     def check_on(self, make_mesh: Callable, seed: int = 0, *, repeats: bool = False) -> None:
         """Compares with dense attention; with `repeats`, a second run bit for bit too."""

@@ -35,6 +35,8 @@ QUICK = [
     ContextCase(devices=2, queries=12, implementation="gather", window=5, segments=True),
     ContextCase(devices=4, queries=16, implementation="gather", kernel=PARTS, window=4),
     ContextCase(devices=3, queries=18, implementation="ring", dtype="float16", scale=0.3),
+    ContextCase(devices=2, queries=12, implementation="ring", window=5, sinks=True),
+    ContextCase(devices=3, queries=18, implementation="gather", dtype="bfloat16", sinks=True),
     ContextCase(
         devices=3, queries=18, implementation="ulysses", key_value_heads=3, window=5, segments=True
     ),
@@ -60,6 +62,7 @@ def pairs() -> list[ContextCase]:
             key_value_heads=devices if implementation == "ulysses" else key_value_heads,
             dtype=dtype,
             segments=segments,
+            sinks=groups > 1,
             **MASKS[mask],
         )
         for devices, layout, (implementation, kernel), mask, segments, heads, dtype in few

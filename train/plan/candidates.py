@@ -1,0 +1,203 @@
+"""The configurations that a number of GPUs may run, those that fit, and why the others do not.
+
+Flags that differ from the preset's are kept. Everything else that changes no number of the model
+is free: the mesh, the ZeRO level, what is recomputed, the loop over layers, and microbatches. The
+batch is one for all configurations, so that their speeds compare.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from models.rematerialization import Remat
+from train.config import Config, MeshConfig, MeshSizes, Zero
+from train.config_checks import check
+from train.plan.communication import GPUS_OF_A_NODE
+from train.plan.memory_estimate import MemoryEstimate, predict_memory
+from train.plan.step_time import NETWORK_BYTES, Prediction, predict
+from train.presets import PRESETS
+
+#: The share of a GPU's bytes that stays free: estimates may be this much too low.
+MARGIN = 0.05
+#: Fewer tokens of a sequence on a device are not worth a context axis.
+_LEAST_TOKENS_OF_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan is for.
+
+    Attributes:
+      devices: number of GPUs.
+      device_kind: JAX's name of them.
+      memory: bytes of each.
+      network_bytes: bytes per second that each sends to other nodes.
+      attention: the kernel of attention.
+    """
+
+    devices: int
+    device_kind: str
+    memory: int
+    network_bytes: float = NETWORK_BYTES
+    attention: str = "cudnn"
+
+    @property
+    def limit(self) -> int:
+        """Bytes that an estimate may have."""
+        return int(self.memory * (1 - MARGIN))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that fits, with a mesh of which no size is 0."""
+
+    config: Config
+    sizes: MeshSizes
+    memory: MemoryEstimate
+    prediction: Prediction
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.time.total
+
+
+@dataclass
+class Plan:
+    """The configurations of a machine.
+
+    Attributes:
+      candidates: those that fit, the fastest first: of each mesh and placement of experts one.
+      refused: how many do not, by reason.
+      examples: a sentence for each reason.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def refuse(self, reason: str, example: str) -> None:
+        """Counts a configuration that does not fit."""
+        self.refused[reason] += 1
+        self.examples.setdefault(reason, example)
+
+
+def make_plan(config: Config, machine: Machine) -> Plan:
+    """All configurations of a machine, in an order that depends on the arguments alone.
+
+    Args:
+      config: what was asked for, with the model that it says.
+      machine: the GPUs.
+    """
+    plan = Plan()
+    config = dataclasses.replace(config, batch_size=planned_batch_size(config, machine.devices))
+    for sizes in _meshes(config, machine.devices):
+        fastest: dict[str, Candidate] = {}  # By placement of experts.
+        for changes in _shardings(config, sizes):
+            padded = config.model.padded_for(sizes.tensor)
+            sharded = dataclasses.replace(config, model=padded, mesh=MeshConfig(*sizes), **changes)
+            try:
+                check(sharded, sizes)
+            except ValueError as error:
+                plan.refuse(str(error).partition("=")[0], str(error))
+                continue
+            for candidate in _fitting(sharded, sizes, machine, plan):
+                best = fastest.setdefault(sharded.expert_axes, candidate)
+                if candidate.seconds < best.seconds:
+                    fastest[sharded.expert_axes] = candidate
+        plan.candidates += fastest.values()
+    plan.candidates.sort(key=lambda candidate: (candidate.seconds, candidate.sizes[::-1]))
+    return plan
+
+
+def is_free(config: Config, name: str) -> bool:
+    """Whether a plan chooses the value of a field: it is the preset's."""
+    return getattr(config, name) == getattr(PRESETS[config.preset](), name)
+
+
+def planned_batch_size(config: Config, devices: int) -> int:
+    """Sequences per step: what was asked for, or the preset's rounded up to a multiple of
+    `devices`."""
+    if not is_free(config, "batch_size"):
+        return config.batch_size
+    return -(-config.batch_size // devices) * devices
+
+
+def _meshes(config: Config, devices: int) -> Iterator[MeshSizes]:
+    """The meshes of all devices whose tensor axis fits the model and a node."""
+    asked = config.mesh
+    most = devices if config.distributed.tensor_across_processes else GPUS_OF_A_NODE
+    parts = config.sequence_length // _LEAST_TOKENS_OF_CONTEXT
+    for tensor in _divisors(devices, asked.tensor):
+        if tensor > most or (tensor < GPUS_OF_A_NODE < devices and GPUS_OF_A_NODE % tensor):
+            continue
+        for context in _divisors(devices // tensor, asked.context if asked.context > 1 else 0):
+            if context > max(parts, asked.context, 1):
+                continue
+            for fsdp in _divisors(devices // (tensor * context), asked.fsdp):
+                data = devices // (tensor * context * fsdp)
+                if asked.data in (0, data):
+                    yield MeshSizes(data, fsdp, tensor, context)
+
+
+def _divisors(number: int, only: int) -> list[int]:
+    """The divisors of a number, or `only` if that is one and not 0."""
+    return [n for n in range(1, number + 1) if number % n == 0 and only in (0, n)]
+
+
+def _shardings(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:
+    """ZeRO levels that shard something, and placements of experts."""
+    levels: Iterable[int] = get_args(Zero) if is_free(config, "zero") else (config.zero,)
+    placements: Iterable[str] = (config.expert_axes,)
+    if config.model.num_experts is not None and is_free(config, "expert_axes"):
+        placements = ("tensor", "fsdp", "both")
+    for axes in placements:
+        if axes == "both" and 1 in (sizes.tensor, sizes.fsdp):
+            continue  # The same as one of the others.
+        for zero in levels:
+            if zero and sizes.weight_shards == 1:
+                continue
+            if not zero and sizes.fsdp > 1 and axes == "tensor":
+                continue  # The same as more replicas.
+            yield {"zero": zero, "expert_axes": axes}
+
+
+def _fitting(config: Config, sizes: MeshSizes, machine: Machine, plan: Plan) -> Iterator[Candidate]:
+    """What fits of all kinds of remat, loops and numbers of microbatches."""
+    options = {"network_bytes": machine.network_bytes, "attention": machine.attention}
+    for changes in _microbatches_and_remat(config, sizes):
+        changed = dataclasses.replace(config, **changes)
+        memory = predict_memory(changed, sizes)
+        if memory.total > machine.limit:
+            plan.refuse(*_too_large(changed, sizes, memory, machine))
+            continue
+        prediction = predict(changed, sizes, machine.device_kind, **options)
+        yield Candidate(changed, sizes, memory, prediction)
+
+
+def _microbatches_and_remat(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:
+    steps = config.gradient_accumulation_steps
+    only = 0 if is_free(config, "gradient_accumulation_steps") else steps
+    loops = (0, 1) if is_free(config, "scan_layers") else (config.scan_layers,)
+    levels = get_args(Remat) if is_free(config, "remat") else (config.remat,)
+    for remat, scan in itertools.product(levels, loops):
+        for count in _divisors(config.batch_size // (sizes.data * sizes.fsdp), only):
+            yield {"remat": remat, "scan_layers": scan, "gradient_accumulation_steps": count}
+
+
+def _too_large(
+    config: Config, sizes: MeshSizes, memory: MemoryEstimate, machine: Machine
+) -> tuple[str, str]:
+    """Why a configuration does not fit into memory, in short and with numbers."""
+    limit = f"{machine.memory / 1e9:.0f} GB less {MARGIN:.0%}"
+    if memory.state > machine.limit:
+        text = f"parameters and optimizer state alone take {memory.state / 1e9:,.0f} GB of {limit}"
+        return "state does not fit", f"{sizes}, zero {config.zero}: {text}"
+    text = f"{memory.total / 1e9:,.0f} GB of {limit}, of which {memory.state / 1e9:,.0f} are state"
+    setting = f"zero {config.zero}, remat {config.remat}"
+    setting += f", {config.gradient_accumulation_steps} microbatches"
+    return "activations and gradients do not fit", f"{sizes}, {setting}: {text}"

@@ -1,0 +1,228 @@
+"""Predicted seconds of what a device computes in a training step."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.rematerialization import recomputes_matmuls
+from train.experts import balance_weight
+from train.plan.activations import block_activations
+from train.plan.rates import DeviceRates
+from train.plan.shapes import Linear, Shapes
+
+#: Arrays that pass through memory, each read or written once, in both directions together. These
+#: are more than the algorithms need: fitted to a profile of a step (report step-1-h200).
+_NORM_AND_RESIDUAL_ARRAYS = 16
+_SWIGLU_ARRAYS = 11
+_ROTARY_ARRAYS = 5
+_LOSS_ARRAYS = 5
+_EMBEDDING_ARRAYS = 6
+#: The share of these that a forward has.
+_FORWARD_SHARE = 1 / 3
+#: Arrays in a forward of experts: rows read by index, products, their sum.
+_EXPERT_ROW_ARRAYS, _EXPERT_HIDDEN_ARRAYS = 3, 5
+#: Seconds of the small kernels that find out which token goes where.
+_ROUTING_SECONDS = 1e-4
+#: Bytes of passes for each number that is quantized: its maximum, and copies for both directions.
+_QUANTIZATION_BYTES = {"tensorwise": 11, "rowwise": 8, "blockwise": 8}
+#: AdamW reads and writes parameters and two moments in float32.
+_OPTIMIZER_BYTES = 24
+#: Steps of Newton and Schulz, of Muon.
+_MUON_STEPS = 5
+#: Times that a loop over stacked layers copies what its backward needs.
+_LOOP_COPIES = 3.0
+#: Heads narrower than 128 take this many times as long for their FLOPs.
+_NARROW_HEADS = 1.3
+
+
+@dataclass(frozen=True)
+class Computation:
+    """The arithmetic of what one device computes. `kernel` is the one of attention."""
+
+    shapes: Shapes
+    rates: DeviceRates
+    kernel: str
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of the compute dtype."""
+        return np.dtype(self.shapes.config.compute_dtype).itemsize
+
+    def moved(self, numbers: float, width: float | None = None) -> float:
+        """Seconds in which numbers pass through memory."""
+        return numbers * (self.width if width is None else width) / self.rates.memory_bytes
+
+    def matmul(self, m: int, k: int, n: int, fp8: bool = False) -> float:
+        """Seconds of [m, k] @ [k, n]: limited by power, by waves of tiles or by memory."""
+        rates = self.rates
+        tiles = max(math.ceil(m / 128) * math.ceil(n / 256), 1)
+        waves = math.ceil(tiles / rates.multiprocessors)
+        if tiles < rates.multiprocessors:  # Few tiles are split along k.
+            waves = 1 / (rates.multiprocessors // tiles)
+        of_waves = waves * rates.multiprocessors * (2 * 128 * 256 * k) / rates.tile_flops
+        computed = max(2 * m * k * n / rates.matmul_flops, of_waves) * self.width / 2
+        return max(computed / (rates.fp8_speedup if fp8 else 1), self.moved(m * k + k * n + m * n))
+
+    def forward_matmul(self, linear: Linear) -> float:
+        """Seconds of a linear layer's forward."""
+        return self.matmul(self.shapes.rows, linear.inputs, linear.columns, bool(linear.fp8))
+
+    def data_gradient(self, linear: Linear) -> float:
+        """Seconds of the gradient of a linear layer's input."""
+        return self.matmul(self.shapes.rows, linear.columns, linear.inputs, bool(linear.fp8))
+
+    def weight_gradient(self, linear: Linear) -> float:
+        """Seconds of the gradient of a weight, in 8 bits only tensor-wise."""
+        in_8_bits = linear.fp8 == "tensorwise"
+        return self.matmul(linear.inputs, self.shapes.rows, linear.columns, in_8_bits)
+
+    @functools.cached_property
+    def block_forward(self) -> float:
+        """Seconds of the matmuls of a block's forward."""
+        return sum(self.forward_matmul(linear) for linear in self.shapes.block)
+
+    @functools.cached_property
+    def block_backward(self) -> float:
+        """Seconds of the matmuls of its backward, and of those that it repeats."""
+        block = self.shapes.block
+        seconds = sum(self.data_gradient(each) + self.weight_gradient(each) for each in block)
+        if recomputes_matmuls(self.shapes.config.remat):
+            # No gradient needs the result of the last one.
+            needed = block[:-1] if self.shapes.hidden else block
+            seconds += sum(self.forward_matmul(linear) for linear in needed)
+        return seconds
+
+    @functools.cached_property
+    def head(self) -> float:
+        """Seconds of the head's matmuls; chunks of a loss repeat its forward."""
+        head, times = self.shapes.head, 2 if self.shapes.loss_is_in_chunks else 1
+        gradients = self.data_gradient(head) + self.weight_gradient(head)
+        return times * self.forward_matmul(head) + gradients
+
+    @functools.cached_property
+    def _attention_flops(self) -> float:
+        """FLOPs of the forward of a block's attention; the mask halves them."""
+        shapes, length = self.shapes, self.shapes.config.sequence_length
+        window = min(shapes.model.sliding_window or length, length)
+        pairs = window * length - window * window / 2  # Of a query and a key.
+        queries = shapes.attention_columns[0] / shapes.sizes.context
+        return 4 * pairs * queries * shapes.sequences
+
+    @functools.cached_property
+    def attention_forward(self) -> float:
+        """Seconds of a block's attention."""
+        return self._attention(self.rates.attention[self.kernel].forward, 1.0)
+
+    @functools.cached_property
+    def attention_backward(self) -> float:
+        """Seconds of its gradients, which have 2.5 times the FLOPs, and of what is repeated."""
+        seconds = self._attention(self.rates.attention[self.kernel].backward, 2.5)
+        return seconds + (self.shapes.config.remat == "full") * self.attention_forward
+
+    def _attention(self, rate, times: float) -> float:
+        model, length = self.shapes.model, self.shapes.config.sequence_length
+        factor = times if model.head_dim >= 128 else times * _NARROW_HEADS
+        return factor * self._attention_flops / rate.at(min(model.sliding_window or length, length))
+
+    @functools.cached_property
+    def experts_forward(self) -> float:
+        """Seconds of a block's experts and their router."""
+        shapes, model = self.shapes, self.shapes.model
+        if model.num_experts is None:
+            return 0.0
+        pairs, hidden = shapes.expert_pairs, shapes.expert_hidden
+        flops = 6 * pairs * model.features * hidden * self.width / 2
+        computed = flops / self.rates.grouped_matmul_flops
+        arrays = _EXPERT_ROW_ARRAYS * model.features + _EXPERT_HIDDEN_ARRAYS * hidden
+        router = 2 * shapes.local_rows * model.features * model.num_experts
+        router_seconds = router / self.rates.float32_flops + _ROUTING_SECONDS
+        products = max(computed, self.moved(shapes.expert_weights))
+        return products + self.moved(pairs * arrays) + router_seconds
+
+    @functools.cached_property
+    def experts_backward(self) -> float:
+        """Seconds of their gradients, and of what is repeated."""
+        config = self.shapes.config
+        again = recomputes_matmuls(config.remat) or config.recompute_expert_hidden
+        seconds = self.experts_forward * (2 + 2 / 3 * again)
+        if self.shapes.microbatches > 1 and balance_weight(config):
+            seconds += self.experts_forward  # Statistics of all microbatches come first.
+        return seconds
+
+    def quantization(self) -> float:
+        """Seconds in which the operands of a microbatch become 8 bits."""
+        shapes = self.shapes
+        block = sum(self._quantized(linear) for linear in shapes.block)
+        return shapes.model.num_layers * block + self._quantized(shapes.head)
+
+    def _quantized(self, linear: Linear) -> float:
+        shapes = self.shapes
+        if linear.fp8 is None:
+            return 0.0
+        before, after = shapes.local_rows, shapes.rows
+        if not linear.gathers:
+            before, after = after, before
+        # With ZeRO 3 each device makes those of its shards; else once for all microbatches.
+        share = shapes.weight_shards if shapes.zero == 3 else shapes.microbatches
+        numbers = before * linear.inputs + after * linear.columns + linear.weights / share
+        return self.moved(numbers, _QUANTIZATION_BYTES[linear.fp8])
+
+    def passes(self) -> float:
+        """Seconds of passes over the activations of a microbatch, forward and backward."""
+        shapes, model, config = self.shapes, self.shapes.model, self.shapes.config
+        local, rows = shapes.local_rows, shapes.rows
+        heads = _ROTARY_ARRAYS * (3 if model.query_key_norm else 1)
+        block = _NORM_AND_RESIDUAL_ARRAYS * local * model.features
+        block += (
+            heads * rows * sum(shapes.attention_columns) + _SWIGLU_ARRAYS * rows * shapes.hidden
+        )
+        block *= 1 if config.remat == "none" else 1 + _FORWARD_SHARE
+        others = _EMBEDDING_ARRAYS * local * model.features
+        others += _LOSS_ARRAYS * rows * shapes.vocabulary
+        seconds = self.moved(model.num_layers * block + others)
+        if config.scan_layers:
+            copied = block_activations(shapes).saved + self.width * shapes.block_weights
+            seconds += self.moved(_LOOP_COPIES * model.num_layers * copied, 1)
+        return seconds
+
+    def casts(self) -> float:
+        """Seconds of a step in which parameters become weights of the compute dtype."""
+        if self.width == 4:
+            return 0.0
+        times = 2 * self.shapes.microbatches if self.shapes.zero == 3 else 1
+        return times * self.moved(self.shapes.local_weights, 4 + self.width)
+
+    def accumulation(self) -> float:
+        """Seconds in which the gradients of microbatches are added up."""
+        shapes = self.shapes
+        if shapes.microbatches == 1:
+            return 0.0
+        weights = shapes.dense_weights + shapes.all_expert_weights
+        if shapes.zero > 1:
+            weights = shapes.local_weights
+        return shapes.microbatches * self.moved(weights, 8 + self.width)
+
+    def optimizer(self) -> float:
+        """Seconds of the gradient's norm and of the update."""
+        shapes = self.shapes
+        groups = shapes.sizes.data * shapes.sizes.weight_shards
+        # XLA leaves a gradient in the compute dtype unless it is summed, or added up.
+        gradient = 4 if groups > 1 or shapes.microbatches > 1 else self.width
+        seconds = self.moved(shapes.local_weights, _OPTIMIZER_BYTES + 2 * gradient)
+        return seconds + (self._muon() if shapes.config.optimizer.kind == "muon" else 0.0)
+
+    def _muon(self) -> float:
+        """Seconds of Newton and Schulz's steps: products of [n, m], n <= m, and of [n, n]."""
+        shapes, model = self.shapes, self.shapes.model
+        queries, keys = (n * model.head_dim for n in (model.num_heads, model.num_key_value_heads))
+        hidden = 3 * (model.num_experts or 1)
+        flops = 0.0
+        for columns, count in ((queries, 2), (keys, 2), (model.hidden_features, hidden)):
+            n, m = sorted((model.features, columns))
+            flops += count * _MUON_STEPS * (4 * n * n * m + 2 * n**3)
+        devices = shapes.sizes.tensor * shapes.weight_shards
+        return model.num_layers * flops / devices / self.rates.matmul_flops

@@ -1,0 +1,204 @@
+"""Predicted bytes of a run on a device, by arithmetic on shapes.
+
+A step needs most of its memory either when its backward begins, with the activations of all blocks
+and the logits, or when it ends, with all gradients, or in between with one block of each kind. The
+trainer's dry run traces the step instead, which is exact and takes seconds: `train.memory`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from train.config import Config, MeshSizes
+from train.plan.activations import block_activations
+from train.plan.communication import gathers_in_matmuls
+from train.plan.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Predicted bytes of a device when most is in use.
+
+    Attributes:
+      parameters: float32 parameters.
+      optimizer_state: moments.
+      weights: in the compute dtype: made once per step, or gathered.
+      gradients: those that are there at that time.
+      activations: what forwards left and backwards make.
+      logits: and their gradient.
+    """
+
+    parameters: float
+    optimizer_state: float
+    weights: float
+    gradients: float
+    activations: float
+    logits: float
+
+    @property
+    def state(self) -> float:
+        """What does not depend on the batch."""
+        return self.parameters + self.optimizer_state
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def predict_memory(config: Config, sizes: MeshSizes) -> MemoryEstimate:
+    """Predicts the memory of a configuration that fits the mesh."""
+    return _Step(Shapes(config, sizes)).memory()
+
+
+class _Moment(NamedTuple):
+    """Bytes beside the state at one moment of a step."""
+
+    weights: float
+    gradients: float
+    activations: float
+    logits: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The moments of a step, with the sizes of what there is."""
+
+    shapes: Shapes
+
+    def memory(self) -> MemoryEstimate:
+        shapes = self.shapes
+        parameters = 4 * shapes.local_weights
+        moments = 2 * parameters
+        if shapes.config.optimizer.kind == "muon":  # One for matrices of blocks.
+            moments -= parameters - 4 * shapes.vocabulary_weights / shapes.weight_shards
+        most = max((self.head(), self.first_block(), self.end()), key=sum)
+        return MemoryEstimate(parameters, moments, *most)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of the compute dtype."""
+        return np.dtype(self.shapes.config.compute_dtype).itemsize
+
+    @property
+    def stream(self) -> int:
+        """Bytes of the residual stream of a microbatch."""
+        return self.shapes.local_rows * self.shapes.model.features * self.width
+
+    @property
+    def table(self) -> int:
+        """Numbers of the embedding, or of the head, before ZeRO shards them."""
+        return self.shapes.model.features * self.shapes.vocabulary
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether gradients are summed over devices."""
+        return self.shapes.sizes.data * self.shapes.sizes.weight_shards > 1
+
+    @property
+    def accumulates(self) -> bool:
+        return self.shapes.microbatches > 1
+
+    @property
+    def all_weights(self) -> float:
+        """Numbers of all weights before ZeRO shards them."""
+        return self.shapes.dense_weights + self.shapes.all_expert_weights
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of all gradients of a microbatch."""
+        shapes = self.shapes
+        # XLA leaves a gradient in the compute dtype unless it is summed in float32.
+        if not self.is_summed:
+            return self.width * self.all_weights
+        once = self.accumulates and shapes.zero < 2
+        return 4 * (self.all_weights if once else shapes.local_weights)
+
+    @property
+    def sums(self) -> float:
+        """Bytes of the float32 sums over microbatches."""
+        if not self.accumulates:
+            return 0.0
+        return 4 * (self.shapes.local_weights if self.shapes.zero > 1 else self.all_weights)
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the weights that a step makes once. The embedding is used once per microbatch,
+        first of all."""
+        shapes = self.shapes
+        if shapes.zero == 3:
+            return self.copies_of_shards
+        is_used_again = shapes.model.tied_head or self.accumulates
+        numbers = self.all_weights - (0 if is_used_again else self.table)
+        blocks = shapes.model.num_layers * shapes.block_weights
+        if shapes.config.fp8 and shapes.config.remat == "none" and shapes.hidden:
+            # Copies in 8 bits take their place, which XLA makes once for both directions.
+            return self.width * (numbers - blocks) + blocks
+        return self.width * numbers
+
+    @property
+    def copies_of_shards(self) -> float:
+        """Bytes of the copies in 8 bits of the shards of blocks; recomputed forwards need both."""
+        shapes = self.shapes
+        if not shapes.config.fp8 or shapes.zero < 3 or shapes.sizes.context > 1:
+            return 0.0
+        blocks = shapes.model.num_layers * shapes.block_weights / shapes.weight_shards
+        return blocks * (1 if shapes.config.remat == "none" else 2)
+
+    @property
+    def block(self) -> float:
+        """Bytes of the weights that level 3 makes for a block."""
+        shapes = self.shapes
+        if shapes.zero < 3:
+            return 0.0
+        dense = 2 * shapes.block_weights  # Those of the next block are gathered ahead.
+        if gathers_in_matmuls(shapes):
+            dense = max(linear.weights for linear in shapes.block) / 2
+        return self.width * (dense + shapes.expert_weights)
+
+    def head(self) -> _Moment:
+        """The backward of the head: all activations are there."""
+        shapes, width = self.shapes, self.width
+        saved = shapes.model.num_layers * block_activations(shapes).saved + 4 * self.stream
+        logits = width * shapes.logit_rows * shapes.vocabulary
+        table = width * self.table
+        weights = self.weights
+        if shapes.zero == 3:
+            weights += table + self.block
+        own = 0.0  # The head's gradient, where it is not the last one that is used.
+        if (shapes.zero == 3 and not shapes.model.tied_head) or self.accumulates:
+            own = table
+        gradients = self.sums
+        if shapes.config.scan_layers:  # The gradients of all blocks are one array.
+            gradients += self.gradients * (1 - shapes.vocabulary_weights / self.all_weights)
+            if shapes.zero == 3:  # The head's are sharded before the loop.
+                weights, own = self.weights, 2 * table / shapes.weight_shards
+        if shapes.loss_is_in_chunks:  # Gradients of all tokens are collected.
+            saved += self.stream
+        # XLA does not write the gradient of the logits in their place, but has them both.
+        return _Moment(weights, gradients, saved, logits + max(logits, own))
+
+    def first_block(self) -> _Moment:
+        """The backward of the first block, the last one to run: most gradients are there."""
+        shapes, activations = self.shapes, block_activations(self.shapes)
+        layers = shapes.model.num_layers
+        rest = self.gradients * (1 - self.table / self.all_weights) * (1 - 1 / layers)
+        # Gradients of experts that are not sharded further are float32 at once.
+        is_gathered = shapes.expert_shards > 1
+        own = self.width * shapes.block_weights
+        own += (self.width if is_gathered else 4) * shapes.expert_weights
+        weights = self.weights if self.accumulates else self.weights / layers
+        used = activations.saved + activations.recomputed + activations.temporary
+        return _Moment(weights + self.block, self.sums + rest + own, used + 4 * self.stream)
+
+    def end(self) -> _Moment:
+        """The end of the backward: all gradients are there."""
+        gradients = self.sums + self.gradients
+        in_features = self.shapes.zero == 3 and gathers_in_matmuls(self.shapes)
+        if self.is_summed and not (in_features and not self.shapes.model.tied_head):
+            gradients += 4 * self.table  # That of the embedding before it is summed.
+        weights = self.weights if self.accumulates else 0.0
+        return _Moment(weights, gradients, 2 * self.stream)

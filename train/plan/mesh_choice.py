@@ -1,0 +1,80 @@
+"""The tensor axis of a run that leaves its size to the trainer: the plan's choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import suppress
+
+from models.checkpoint.saved_checkpoint import find_checkpoint
+from train.config import Config, MeshSizes
+from train.config_checks import check
+from train.dry_run import GPUS
+from train.mesh import mesh_sizes
+from train.plan.candidates import MARGIN
+from train.plan.memory_estimate import predict_memory
+from train.plan.step_time import network_bytes_of, predict, unpredicted_reason
+
+#: Where a checkpoint's configuration has the mesh of the run.
+SAVED_SIZES = "mesh_sizes"
+
+
+def planned_mesh_sizes(
+    config: Config, devices: int, local_devices: int | None, device_kind: str
+) -> MeshSizes:
+    """The sizes of the axes, with every 0 filled in.
+
+    A tensor axis of 0 takes the size with the shortest predicted step, of those that fit into
+    memory; the other axes take the rest, as `mesh_sizes` says. A run that resumes keeps its mesh.
+    Where nothing is predicted, or nothing fits, sizes are those of `mesh_sizes`. The result depends
+    on the arguments alone, so that all processes choose alike.
+
+    Args:
+      config: the configuration.
+      devices: number of devices.
+      local_devices: number of devices of a process, within which the tensor axis stays; None: all.
+      device_kind: JAX's name of the GPU.
+
+    Raises:
+      ValueError: see `mesh_sizes`.
+    """
+    default = mesh_sizes(config, devices, local_devices)
+    if config.mesh.tensor or unpredicted_reason(config, device_kind) is not None:
+        return default
+    kept = _sizes_before(config)
+    if kept is not None and kept.devices == default.devices:
+        return kept
+    sizes = [size for size in range(1, default.tensor + 1) if default.tensor % size == 0]
+    seconds: dict[MeshSizes, float] = {}
+    for tensor in sizes:
+        mesh = dataclasses.replace(config.mesh, tensor=tensor)
+        with suppress(ValueError):
+            of_size = mesh_sizes(dataclasses.replace(config, mesh=mesh), devices, local_devices)
+            time = _seconds(config, of_size, device_kind)
+            if time is not None and of_size.devices == default.devices:
+                seconds[of_size] = time
+    return min(seconds, key=seconds.__getitem__, default=default)
+
+
+def _seconds(config: Config, sizes: MeshSizes, device_kind: str) -> float | None:
+    """The predicted step time; None if it does not fit into memory.
+
+    Raises:
+      ValueError: if the mesh does not fit the configuration.
+    """
+    config = dataclasses.replace(config, model=config.model.padded_for(sizes.tensor))
+    check(config, sizes)
+    [memory] = (g.memory for g in GPUS.values() if g.device.device_kind == device_kind)
+    if predict_memory(config, sizes).total > memory * (1 - MARGIN):
+        return None
+    network = network_bytes_of(config)
+    return predict(config, sizes, device_kind, network_bytes=network).time.total
+
+
+def _sizes_before(config: Config) -> MeshSizes | None:
+    """The mesh that a resumed run had; None if the run begins, or if nothing is known."""
+    if not config.resume or config.checkpoint_dir is None:
+        return None
+    with suppress(ValueError):  # The opening of the checkpoint says what is wrong with it.
+        saved = find_checkpoint(config.checkpoint_dir).configuration().get(SAVED_SIZES)
+        return None if saved is None else MeshSizes(**saved)
+    return None

@@ -1,0 +1,181 @@
+"""``python -m train --plan``: the table, what does not fit, and the command of the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+
+import jax
+from rich.console import Console
+
+from train.config import Config, MeshConfig, MeshSizes
+from train.dry_run import GPUS, attention_kernel, memory_limit
+from train.mesh import make_abstract_mesh
+from train.plan.candidates import (
+    MARGIN,
+    Candidate,
+    Machine,
+    Plan,
+    is_free,
+    make_plan,
+    planned_batch_size,
+)
+from train.plan.rates import RATES
+from train.plan.step_time import milliseconds, network_bytes_of, unpredicted_reason
+
+_ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6
+#: Flags that a plan chooses, and those that ask for one: what its command does not repeat.
+CHOSEN = (
+    "--mesh.", "--zero", "--remat", "--scan-layers", "--gradient-accumulation-steps",
+    "--batch-size", "--expert-axes", "--plan", "--device", "--devices", "--plan-network",
+)  # fmt: skip
+
+
+def print_plan(config: Config, arguments: Sequence[str], console: Console) -> None:
+    """Prints what a configuration may run with on the machine that it names.
+
+    Args:
+      config: the configuration, with the model that it says.
+      arguments: of the command line, without those in `CHOSEN`.
+      console: where to.
+
+    Raises:
+      ValueError: if nothing is known of the machine.
+    """
+    machine = machine_of(config)
+    if reason := unpredicted_reason(config, machine.device_kind):
+        raise ValueError(f"plan: {reason}; see what fits with --dry-run")
+    plan = make_plan(config, machine)
+    batch = planned_batch_size(config, machine.devices)
+    lines = [
+        f"plan: {config.preset} on {machine.devices} × {machine.device_kind}, {batch} sequences of"
+        f" {config.sequence_length} tokens per step, attention by {machine.attention}"
+    ]
+    if is_free(config, "batch_size") and batch > config.batch_size:
+        lines[0] += "; as many sequences for each GPU (--batch-size)"
+    _print(console, *lines)
+    best = plan.candidates[:_ROWS]
+    if best:
+        others = _in_8_bits(config, machine)
+        _print(console, *_table(best, others))
+        if others:
+            _print(console, "rows in 8 bits round the operands of matmuls: not the same numbers")
+    _print(console, *_conclusion(plan, machine))
+    if best:
+        command = ["python", "-m", "train", *arguments, *_flags(best[0])]
+        _print(console, f"to run the first: {shlex.join(command)}")
+
+
+def machine_of(config: Config) -> Machine:
+    """The machine that a configuration is planned for.
+
+    Raises:
+      ValueError: if the number of GPUs or their rates are not known.
+    """
+    here = config.device is None and jax.default_backend() == "gpu"
+    if config.devices is None and not here:
+        raise ValueError("devices: expected the number of GPUs that the plan is for; add --devices")
+    if config.devices is not None and config.devices < 1:
+        raise ValueError(f"devices={config.devices}: expected at least 1")
+    network = network_bytes_of(config)
+    if here:
+        device = jax.local_devices()[0]
+        kind, memory = device.device_kind, memory_limit(device)[0]
+        if kind not in RATES or memory is None:
+            raise ValueError(
+                f"device: no rates of {kind} are known; add --device H100, H200 or A100"
+            )
+        abstract = None
+    else:
+        gpu = GPUS[config.device or "H200"]
+        kind, memory, abstract = gpu.device.device_kind, gpu.memory, gpu.device
+    sizes = MeshSizes()
+    alone = dataclasses.replace(config, batch_size=1, gradient_accumulation_steps=1)
+    kernel = attention_kernel(alone, sizes, make_abstract_mesh(sizes, abstract))
+    devices = config.devices or jax.device_count()
+    return Machine(devices, kind, memory, network, kernel)
+
+
+def _in_8_bits(config: Config, machine: Machine) -> list[Candidate]:
+    """The fastest configurations in 8 bits, where none are asked for and GPUs have them."""
+    if config.fp8 is not None or RATES[machine.device_kind].fp8_speedup <= 1:
+        return []
+    found: list[Candidate] = []
+    for recipe in ("tensorwise", "rowwise"):
+        found += make_plan(dataclasses.replace(config, fp8=recipe), machine).candidates
+    return sorted(found, key=lambda candidate: candidate.seconds)[:_ROWS_IN_8_BITS]
+
+
+def _table(rows: Sequence[Candidate], in_8_bits: Sequence[Candidate]) -> list[str]:
+    """Lines of a table, as wide as it needs."""
+    experts = rows[0].config.model.num_experts is not None
+    names = ["mesh", "ZeRO", "remat", "scan", "microbatches", *["experts"] * experts, "8 bits"]
+    right = ("step", "tokens/s/GPU", "MFU", "GB")
+    lines: list[Sequence[str]] = [(*names, *right)]
+    for row in (*rows, *in_8_bits):
+        config = row.config
+        cells = [
+            row.sizes, config.zero, config.remat, config.scan_layers or "-",
+            config.gradient_accumulation_steps, *[config.expert_axes] * experts, config.fp8 or "-",
+            milliseconds(row.seconds), f"{row.prediction.tokens_per_second:,.0f}",
+            f"{row.prediction.mfu:.1%}", f"{row.memory.total / 1e9:.1f}",
+        ]  # fmt: skip
+        lines.append([str(cell) for cell in cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place < len(names) else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+
+
+def _conclusion(plan: Plan, machine: Machine) -> list[str]:
+    """Where the time of the best goes, and why the others do not fit, as lines."""
+    lines = []
+    if plan.candidates:
+        best = plan.candidates[0]
+        parts = sorted(best.prediction.time.by_part.items(), key=lambda part: -part[1])
+        spent = ", ".join(f"{name} {milliseconds(s)}" for name, s in parts if s >= 1e-4)
+        lines.append(f"the first's step: {spent}")
+        if best.prediction.extrapolated:
+            lines.append(f"extrapolated: {best.prediction.extrapolated}")
+    refused = sum(plan.refused.values())
+    lines.append(
+        f"{refused:,} configurations do not fit into {machine.memory / 1e9:.0f} GB, of which"
+        f" {MARGIN:.0%} stay free, or are not possible{':' if refused else ''}"
+    )
+    lines += [
+        f"  {count:,} × {reason}, such as {plan.examples[reason]}"
+        for reason, count in plan.refused.most_common(_REASONS)
+    ]
+    if not plan.candidates:
+        lines.append(
+            "nothing fits: use more --devices, GPUs with more memory, shorter sequences"
+            " (--sequence-length), or a smaller model"
+        )
+    return lines
+
+
+def _flags(candidate: Candidate) -> list[str]:
+    """The flags of a configuration."""
+    config, sizes = candidate.config, candidate.sizes
+    flags = [f"--mesh.{axis}={size}" for axis, size in MeshConfig(*sizes).__dict__.items()]
+    values = {
+        "zero": config.zero,
+        "remat": config.remat,
+        "scan-layers": config.scan_layers,
+        "gradient-accumulation-steps": config.gradient_accumulation_steps,
+        "batch-size": config.batch_size,
+    }
+    if config.model.num_experts is not None:
+        values["expert-axes"] = config.expert_axes
+    flags += [f"--{name}={value}" for name, value in values.items()]
+    return [part for flag in flags for part in flag.split("=")]
+
+
+def _print(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
