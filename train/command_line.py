@@ -22,6 +22,7 @@ from train.config import Config, MeshSizes, OptimizerConfig
 from train.config_file import config_text, read_config
 from train.context import describe_context
 from train.defaults import describe_defaults, implied, with_values
+from train.device_memory import describe_memory, set_memory_fraction
 from train.dry_run import attention_kernel, device_kind_of, dry_run
 from train.evaluate_only import evaluate_only
 from train.evaluation import evaluated_sequences
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
         if config.print_config:
             print(config_text(with_model_of(config)))
             return
+        set_memory_fraction()
         # JAX's attention and optax mix dtypes, which the environment may forbid.
         jax.config.update("jax_numpy_dtype_promotion", "standard")
         simulate_devices("cpu_devices", config.cpu_devices)
@@ -139,6 +141,7 @@ def announce(setup: Setup, console: Console) -> None:
         f" {config.model.num_layers} layers,"
         f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
         f"mesh: {MeshSizes(**mesh.shape)} of {kind} devices{rest}",
+        *describe_memory(mesh.local_devices[0]),
         *describe_processes(),
         *describe_zero(config, setup.model, MeshSizes(**mesh.shape)),
         *describe_experts(config, MeshSizes(**mesh.shape), setup.model.active_parameter_count),

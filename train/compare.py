@@ -18,6 +18,7 @@ from rich.console import Console
 from models.simulated_devices import simulate_devices
 from train.command_line import announce, parse, refusing
 from train.config import Config
+from train.device_memory import set_memory_fraction
 from train.loop import train
 from train.metrics import Record
 from train.setup import prepare
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str]) -> None:
     variants, shared = parser.parse_known_args(arguments)
     console = Console()
     with refusing():
+        set_memory_fraction()
         if len(variants.a) > 1:
             raise ValueError(
                 f"--a given {len(variants.a)} times: expected once, with all that it sets; further"

@@ -15,12 +15,12 @@ from train.config import Config, MeshSizes
 from train.config_checks import check
 from train.context import describe_context
 from train.defaults import describe_defaults
+from train.device_memory import memory_fraction, memory_limit, usable, verdict
 from train.experts import describe_experts
 from train.initial_weights import model_name
 from train.loss_chunks import describe_loss_chunks
 from train.memory import Memory, abstract_batch, advice, memory_of
 from train.mesh import make_abstract_mesh
-from train.metrics import Device
 from train.muon import describe_muon
 from train.optimizer import make_optimizer
 from train.plan.communication import GPUS_OF_A_NODE
@@ -35,13 +35,18 @@ class Gpu(NamedTuple):
 
     Attributes:
       device: what JAX knows of it.
-      memory: its bytes, by its data sheet.
+      capacity: its bytes, by its data sheet.
       remark: what its predictions come from; None for measurements.
     """
 
     device: AbstractDevice
-    memory: int
+    capacity: int
     remark: str | None = None
+
+    @property
+    def memory(self) -> int:
+        """The bytes that XLA may allocate."""
+        return int(self.capacity * memory_fraction())
 
 
 GPUS = {
@@ -93,10 +98,11 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     if gpu is None:
         limit, kind = memory_limit(jax.local_devices()[0])
     else:
-        limit, kind = gpu.memory, f"of {gpu.device.device_kind}"
+        limit, kind = gpu.memory, f"that JAX may use of {gpu.device.device_kind}"
+        kind += f", {memory_fraction():.0%} of its memory"
     sentence = verdict(memory.total, limit, kind)
-    if limit is not None and memory.total > limit:
-        sentence += f": {advice(config, mesh, memory, limit, GPUS_OF_A_NODE)}"
+    if limit is not None and memory.total > usable(limit):
+        sentence += f": {advice(config, mesh, memory, usable(limit), GPUS_OF_A_NODE)}"
     console.print(sentence, highlight=False, soft_wrap=True)
 
     if sizes.context == 1:  # Else it is one of the ops of the table below.
@@ -178,19 +184,3 @@ def _print_memory(memory: Memory, config: Config, console: Console) -> None:
     for name, size in sizes.items():
         table.add_row(name, f"{size:,}")
     console.print(table)
-
-
-def memory_limit(device: Device) -> tuple[int | None, str]:
-    """The bytes that JAX may use of a device, or None if unknown; and whose they are, in words."""
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    return limit, f"that JAX may use of {device.device_kind}"
-
-
-def verdict(total: int, limit: int | None, whose: str) -> str:
-    """Says whether `total` bytes fit into a device."""
-    if limit is None:
-        return f"how much memory {whose.removeprefix('that ')} is not known"
-    if total <= limit:
-        spare = f"{limit - total:,} are left for temporary arrays"
-        return f"fits into the {limit:,} bytes {whose}: {spare}"
-    return f"does not fit into the {limit:,} bytes {whose}, by {total - limit:,}"

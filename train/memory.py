@@ -108,7 +108,7 @@ def advice(
       config: the configuration.
       mesh: the mesh.
       memory: the memory of the run.
-      limit: bytes of a device.
+      limit: bytes of a device that a prediction may have.
       local_devices: number of devices of a process; None: all.
     """
     sizes = MeshSizes(**mesh.shape)
@@ -123,21 +123,29 @@ def advice(
             if total <= limit:
                 flags = [*_mesh_flags(config, zero, sizes, larger), *flags]
                 return f"it fits with {' '.join(flags)}, which leaves {limit - total:,} bytes"
-    fitting = [n for n in range(1, 129) if on_tensor_axis(config).fits_tensor_axis(n)]
-    largest = max(sizes.tensor, *fitting)
-    # The state is sharded over the tensor axis, up to a few vectors.
-    least = memory.state * sizes.tensor // largest
-    if least > limit:
-        return (
-            f"no flag makes it fit: parameters and optimizer state alone take about"
-            f" {least:,} bytes with --mesh.tensor {largest}, the largest that fits the model; use a"
-            " smaller model, a GPU with more memory, or --zero 3 over more devices, with a sequence"
-            " for each"
-        )
+    if memory.state > limit:
+        return _advice_about_state(config, sizes, memory, limit)
     more = f"more --mesh.tensor than {4 * sizes.tensor}"
     if config.overlap not in ("rewrite", "rewrite-jit"):
         more += f", with more --mesh.context than {8 * sizes.context}"
     return f"it fits with {more}, or with a shorter --sequence-length"
+
+
+def _advice_about_state(config: Config, sizes: MeshSizes, memory: Memory, limit: int) -> str:
+    """What helps where no sequence is short enough: more shards, fewer moments, other GPUs."""
+    devices = -(-memory.state * _shards(config, sizes) // limit)
+    fsdp = 1 << (-(-devices // sizes.tensor) - 1).bit_length()
+    ways = [
+        f"--zero 3 --mesh.fsdp {fsdp} or more, with a --batch-size that it divides",
+        "a smaller model",
+        "GPUs with more memory",
+    ]
+    if config.lora.rank is None:
+        ways.insert(1, "--lora.rank 16, which has moments of adapters alone")
+    return (
+        f"parameters and optimizer state alone take {memory.state:,} bytes of each device, however"
+        f" short sequences are; use {'; '.join(ways)}"
+    )
 
 
 def _shards(config: Config, sizes: MeshSizes) -> int:

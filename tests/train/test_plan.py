@@ -193,7 +193,7 @@ def test_what_cannot_fit_says_why() -> None:
         plan = plan_of("llama3-405b", devices)
         assert not plan.candidates
         assert plan.refused.most_common(1)[0][0] == "state does not fit"
-        assert "4,870 GB of 80 GB" in plan.examples["state does not fit"]
+        assert "4,870 GB of 74 GB" in plan.examples["state does not fit"]
 
 
 def test_flags_that_differ_from_the_preset_are_kept() -> None:

@@ -10,7 +10,8 @@ import jax
 from rich.console import Console
 
 from train.config import Config, MeshConfig, MeshSizes
-from train.dry_run import GPUS, attention_kernel, memory_limit
+from train.device_memory import memory_limit
+from train.dry_run import GPUS, attention_kernel
 from train.mesh import make_abstract_mesh
 from train.plan.candidates import (
     MARGIN,
