@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from collective_matmul.rewrite import FoundSite, rewritten_program, sites_and_ke
 from collective_matmul.rewrite.find.placements import auto_axes
 from collective_matmul.rewrite.find.report import collective_key, record_considered
 from collective_matmul.rewrite.transform import NOTHING_SHOWN, shows_communication
+from collective_matmul.tuning.tune import estimated_seconds
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Explanation:
                 f"they communicate for {communication * 1e3:.2f} ms, of which {hidden * 1e3:.2f} ms"
                 f" ({hidden / max(communication, 1e-12):.0%}) are hidden under matmuls"
             )
+        if (unmeasured := _unmeasured(self.decisions)) is not None:
+            totals.append(unmeasured)
         if plain:
             totals.append(self._total_of_plain(plain, runs))
             alone = [(runs[line], site.communication_seconds) for line, site in plain.items()]
@@ -252,6 +256,21 @@ def _traced(fun: Callable, args: tuple, kwargs: dict, allowed: Any) -> _Recorded
     with peer_kernels_allowed(allowed), count_runs() as counter, record_considered() as considered:
         program = traced_program(recorded, args, kwargs)
     return _RecordedTrace(program, decisions, considered, counter)
+
+
+def _unmeasured(decisions: Sequence[Decision]) -> str | None:
+    """How many sites were decided by models that `tune` can measure; None if there are none."""
+    tabled = {each.site.flat: each for each in decisions if each.site.is_tabled}
+    sites = [site for site, each in tabled.items() if each.is_unmeasured]
+    if not sites:
+        return None
+    sizes = " and ".join(map(str, sorted({site.axis_size for site in sites})))
+    minutes = math.ceil(estimated_seconds(sites) / 60)
+    return (
+        f"{len(sites)} of {len(tabled)} different sites were never measured on {sizes} devices, and"
+        f" their times are a cost model's; collective_matmul.tune measures them there, in about"
+        f" {minutes} minute{'s' * (minutes > 1)}"
+    )
 
 
 def _line_of_plain(site: FoundSite) -> Line:

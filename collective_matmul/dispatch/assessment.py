@@ -48,6 +48,11 @@ class Assessments:
     reference_seconds: float | None
     basis: str
 
+    @property
+    def are_measured(self) -> bool:
+        """Whether the times of any backend are by tables."""
+        return any(each.is_measured for each in self.by_name.values())
+
     def seconds(self, name: str) -> float | None:
         """The seconds of a backend; None if unknown."""
         if name == REFERENCE:

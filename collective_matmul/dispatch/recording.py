@@ -42,6 +42,7 @@ class Decision:
       peer_alternative: what would execute the site if the program may have kernels that address
         peers' memory; None where that is decided already, or changes nothing.
       multiplied_dtypes: in which the backend multiplies x and w; None if they are the site's own.
+      is_unmeasured: whether times are those of models, as nothing similar was measured.
     """
 
     site: Any
@@ -52,6 +53,7 @@ class Decision:
     communication_seconds: float | None = None
     peer_alternative: PeerAlternative | None = None
     multiplied_dtypes: tuple[str, str] | None = None
+    is_unmeasured: bool = False
 
     @property
     def hidden_seconds(self) -> float:

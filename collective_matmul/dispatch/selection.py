@@ -6,6 +6,7 @@ measurement or its model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from collective_matmul.dispatch.assessment import (
     unsupported_reason,
 )
 from collective_matmul.dispatch.contract import Backend, Backends, Request
+from collective_matmul.dispatch.lookup import Comparison
 from collective_matmul.dispatch.recording import Decision, PeerAlternative, record
 from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import numbered
@@ -70,7 +72,15 @@ def choose(site: Request, requested: Sequence[str] | None = None) -> Any:
     seconds = assessments.seconds(name)
     multiplied = site.multiplied_by(choice.backend)
     decision = Decision(
-        site, name, reason, seconds, reference, communication, alternative, multiplied
+        site,
+        name,
+        reason,
+        seconds,
+        reference,
+        communication,
+        alternative,
+        multiplied,
+        is_unmeasured=reference is not None and not assessments.are_measured,
     )
     record(decision)
     return numbered(decision, choice.backend)
@@ -236,7 +246,18 @@ def _comparison(assessments: Assessments, winner: str) -> str:
     assert assessments.reference_seconds is not None
     shown, basis = compared[winner], assessments.basis
     other = f" ({shown.basis})" if shown.basis != basis else ""
+    doubt = "" if shown.gain <= 1 or shown.is_believed else f": {_doubt(winner, shown)}"
     return (
         f"{basis}: {assessments.reference_seconds * 1e6:.0f} µs {REFERENCE},"
-        f" {shown.seconds * 1e6:.0f} µs {winner}{other}"
+        f" {shown.seconds * 1e6:.0f} µs {winner}{other}{doubt}"
+    )
+
+
+def _doubt(name: str, comparison: Comparison) -> str:
+    """Why a backend that should be faster is not believed to be."""
+    if math.isinf(comparison.relative_error):
+        return f"{name} is chosen by measurements alone"
+    return (
+        f"a gain of {comparison.gain - 1:.1%} by {name} is less than the"
+        f" {comparison.relative_error:.0%} by which such times may be wrong"
     )

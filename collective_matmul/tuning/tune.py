@@ -31,6 +31,9 @@ from collective_matmul.transport import Transport, transport_between
 from collective_matmul.tuning.timing import measure
 from collective_matmul.tuning.trials import Measure, Trial, trials
 
+#: An order of magnitude, for what is said beforehand: to compile a program and to time it.
+_SECONDS_OF_A_BACKEND = 5.0
+
 
 def tune(
     target: Callable | Iterable[Request],
@@ -111,6 +114,11 @@ def tune(
     )
     with peer_kernels_allowed(True):
         return tuner.tune(sites, again, left_out)
+
+
+def estimated_seconds(sites: Collection[Request]) -> float:
+    """About how long `tune` takes for sites, mostly to compile a program for each backend."""
+    return _SECONDS_OF_A_BACKEND * sum(len(site.backends) for site in sites)
 
 
 def _sites(target: Callable | Iterable[Request], args: tuple) -> list[Request]:

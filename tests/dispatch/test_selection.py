@@ -180,7 +180,10 @@ def test_a_ring_that_hardly_gains_is_not_chosen(
     measure_as(monkeypatch, {"xla": 1e-4, "ring": 1.1e-4, "ring_direct": 1e-4 / gain})
     taken = decide(site_of("all_gather_matmul", 8192, 8192, 8192))
     assert taken.implementation == name
-    assert taken.reason == f"measured: 100 µs xla, {100 / gain:.0f} µs ring_direct"
+    doubt = ": a gain of 1.0% by ring_direct is less than the 2% by which such times may be wrong"
+    assert taken.reason == (
+        f"measured: 100 µs xla, {100 / gain:.0f} µs ring_direct" + doubt * (name == "xla")
+    )
 
 
 def test_a_backend_that_is_gone_is_not_chosen(
