@@ -5,7 +5,7 @@ from collective_matmul.layers.experts import ExpertMLP
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear, shared_gather
 from collective_matmul.layers.lora import Lora
 from collective_matmul.layers.parallel_linen import ParallelModule
-from collective_matmul.layers.parallel_styles import Column, Heads, Row
+from collective_matmul.layers.parallel_styles import Column, Heads, Row, Shared
 from collective_matmul.layers.parallelize import parallelize
 from collective_matmul.layers.prequantized import prequantize_kernels
 from collective_matmul.layers.router import BalancingBias, Router
@@ -31,6 +31,7 @@ __all__ = [
     "RouterStatistics",
     "Row",
     "RowParallelLinear",
+    "Shared",
     "largest_over_mean",
     "load_balancing_loss",
     "parallelize",

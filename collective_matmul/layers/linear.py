@@ -16,7 +16,7 @@ from typing import Any, Literal, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
 from jax.sharding import Mesh, Sharding
 from jax.sharding import PartitionSpec as P
@@ -35,6 +35,7 @@ from collective_matmul.layers.sharding_context import (
     current_context,
     known_axis_size,
 )
+from collective_matmul.layers.shared_calls import SharedCalls, shared_calls_of, sharing
 from collective_matmul.operands.quantized import typed
 from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import Implementation, RecipeName
@@ -305,7 +306,11 @@ class ColumnParallelLinear(_ParallelLinear):
         self, x: jax.Array, adapter: Adapter | None, out_sharding: Sharding | P | None = None
     ) -> jax.Array:
         """A call of the layer with an adapter that is not its own."""
-        (y,) = _gathered_once(x, [self], [adapter])
+        if (shared := shared_calls_of(self)) is not None:
+            calls, name = shared
+            y = calls.result(name, x)
+        else:
+            (y,) = _gathered_once(x, [self], [adapter])
         return current_context(self.axis_name, self.mesh, y).reshard(y, out_sharding)
 
 
@@ -405,14 +410,19 @@ class SharedProjections:
         return cls(x.shape, dict(zip(map(id, layers), shared_gather(x, layers), strict=True)))
 
 
-def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple[jax.Array, ...]:
+def shared_gather(x: jax.Array, layers: Sequence[Any]) -> tuple[jax.Array, ...]:
     """Calls several column-parallel layers on one x, which is gathered once for all of them.
+
+    A model may call it before `parallelize`, too: layers that are not collective are called one by
+    one.
 
     Args:
       x: global [..., S, *in_features] or local [..., s, *in_features].
-      layers: at least one layer. All have the same in_features, axis_name, gather_dimension,
-        implementation, fp8, weight_axis_name, weight_dimension, dtype, mesh and frozen, which
-        layers with an adapter are.
+      layers: at least one layer: all `ColumnParallelLinear`, or layers with an adapter around one,
+        with the same in_features, axis_name, gather_dimension, implementation, fp8,
+        weight_axis_name, weight_dimension, dtype, mesh and frozen, which layers with an adapter
+        are. Or layers of Flax that are not, or not yet, collective. Or linen layers of one module,
+        which share the gather inside of a `ParallelModule` whose plan has one `Column` for all.
 
     Returns:
       The results of the layers, in their order.
@@ -422,6 +432,49 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
     """
     if not layers:
         raise ValueError(f"layers={layers!r}: expected at least one ColumnParallelLinear")
+    bases = [_base(layer) for layer in layers]
+    if not any(isinstance(base, _ParallelLinear) for base in bases):
+        return _called_one_by_one(x, layers)
+    check_alike(bases)
+    adapters = [
+        layer._adapter() if layer is base else layer.adapter_of_base()
+        for layer, base in zip(layers, bases, strict=True)
+    ]
+    return _gathered_once(x, bases, adapters)
+
+
+def _base(layer: Any) -> Any:
+    """The linear layer in a layer of nnx with or without an adapter."""
+    return layer.base_module if isinstance(layer, nnx.LoRA) else layer
+
+
+def _called_one_by_one(x: jax.Array, layers: Sequence[Any]) -> tuple[jax.Array, ...]:
+    """The results of layers that may share a gather only by what intercepts their calls."""
+    if not isinstance(layers[0], linen.Module):
+        return tuple(layer(x) for layer in layers)
+    if any(layer.parent is not layers[0].parent for layer in layers):
+        raise ValueError(
+            f"layers: {', '.join(layer.name for layer in layers)} are layers of several modules;"
+            " expected layers of one linen module"
+        )
+    calls = SharedCalls("shared_gather", [layer.name for layer in layers])
+    with sharing(calls, layers):
+        return tuple(layer(x) for layer in layers)
+
+
+def check_alike(layers: Sequence[Any]) -> None:
+    """Checks that layers can share a gather.
+
+    Raises:
+      ValueError: if one is not column-parallel, or they differ in an option.
+    """
+    for layer in layers:
+        if not isinstance(layer, ColumnParallelLinear):
+            raise ValueError(
+                f"layers: one is a {type(layer).__name__}; those that share a gather are all"
+                " column-parallel: give each Column() in the plan, or construct a"
+                " ColumnParallelLinear"
+            )
     for name in _ALIKE:
         values = [getattr(layer, name) for layer in layers]
         if any(value != values[0] for value in values):
@@ -429,7 +482,6 @@ def shared_gather(x: jax.Array, layers: Sequence[ColumnParallelLinear]) -> tuple
                 f"layers: they have {name} {', '.join(map(repr, values))}; one gather serves layers"
                 f" of one {name}: construct them alike or call them one by one"
             )
-    return _gathered_once(x, layers, [layer._adapter() for layer in layers])
 
 
 def _gathered_once(

@@ -67,7 +67,7 @@ def _sharded_names(
     columns: list[str | None] = [None] * outputs
     if isinstance(entry, Row):
         rows[0] = axis_name
-    elif entry.copies == 1:
+    elif isinstance(entry, Column) and entry.copies == 1:
         columns[0] = axis_name
     return (*rows, *columns) if name == "kernel" else tuple(columns)
 

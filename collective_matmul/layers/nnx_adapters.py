@@ -111,7 +111,11 @@ def parallel_lora(kind: type[nnx.LoRA]) -> type[nnx.LoRA]:
     class ParallelLoRA(kind):  # pyright: ignore[reportGeneralTypeIssues]
         def __call__(self, x: jax.Array, **kwargs: Any) -> jax.Array:
             base: Any = self.base_module
-            return base.with_adapter(x, _adapter_of(base, self), **kwargs)
+            return base.with_adapter(x, self.adapter_of_base(), **kwargs)
+
+        def adapter_of_base(self) -> Adapter:
+            """The adapter, as a call of the base module takes it."""
+            return _adapter_of(self.base_module, self)
 
     ParallelLoRA.__name__ = ParallelLoRA.__qualname__ = f"Parallel{kind.__name__}"
     return ParallelLoRA

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,9 +17,10 @@ from collective_matmul.layers import layer_checks, linen_attention, linen_specs,
 from collective_matmul.layers.functions import column_parallel, own_columns, row_parallel
 from collective_matmul.layers.linear import SharedProjections
 from collective_matmul.layers.linen_specs import KernelRanks, unboxed
-from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyles, Row
+from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyles, Row, Shared
 from collective_matmul.layers.placement import mesh_of_arrays, place
-from collective_matmul.layers.sharding_context import current_context
+from collective_matmul.layers.sharding_context import ShardingContext, current_context
+from collective_matmul.layers.shared_calls import SharedCalls, shared_calls_of
 from collective_matmul.ops.matmul.checks import Implementation
 from collective_matmul.ops.matmul.checks import implementation as check_implementation
 
@@ -158,23 +160,30 @@ class ParallelModule:
           ValueError: if two entries of the plan say different things.
         """
         pattern = path_patterns.matches(self.plan, path)
+        own = None if pattern is None else self.plan[pattern]
+        assert not isinstance(own, Shared)  # `matches` leaves these out.
         above, _, name = path.rpartition(".")
-        around = path_patterns.matches(self.plan, above)
-        heads = self.plan[around] if around is not None else None
-        inside = heads.layers().get(name) if isinstance(heads, Heads) else None
-        if around is None or inside is None:
-            return (None, None) if pattern is None else (pattern, self.plan[pattern])
-        if pattern is not None and self.plan[pattern] != inside:
-            raise ValueError(
-                f"plan: {pattern!r} has {self.plan[pattern]} for {path!r}, and {around!r} has"
-                f" {inside}; drop one entry"
-            )
-        return around, inside
+        for around in (
+            path_patterns.matches(self.plan, above),
+            path_patterns.sharing_layer(self.plan, path),
+        ):
+            group = None if around is None else self.plan[around]
+            inside = group.layers().get(name) if isinstance(group, Heads | Shared) else None
+            if around is None or inside is None:
+                continue
+            if own is not None and own != inside:
+                raise ValueError(
+                    f"plan: {pattern!r} has {own} for {path!r}, and {around!r} has {inside}; drop"
+                    " one entry"
+                )
+            return around, inside
+        return (None, None) if pattern is None or own is None else (pattern, own)
 
     @contextlib.contextmanager
     def _intercepted(self) -> Iterator[set[str]]:
         """Makes the matched layers collective; yields the paths of all layers called."""
         layers: set[str] = set()
+        shared: dict[str, SharedCalls] = {}
 
         def intercept(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
             module = context.module
@@ -195,7 +204,8 @@ class ParallelModule:
                     path_patterns.check_layer(self.plan, pattern, path, module, kinds, "linen")
                     return self._attention(call, module, style, args, kwargs)
                 path_patterns.check_layer(self.plan, pattern, path, module, LINEAR_LAYERS, "linen")
-                return self._dense(call, module, pattern, style, *args, **kwargs)
+                calls = self._shared_calls(module, path, shared)
+                return self._dense(call, module, pattern, style, calls, *args, **kwargs)
             except ValueError as error:
                 if path in str(error):
                     raise
@@ -203,6 +213,21 @@ class ParallelModule:
 
         with linen.intercept_methods(intercept):
             yield layers
+        for calls in shared.values():
+            calls.check_complete()
+
+    def _shared_calls(
+        self, module: linen.Module, path: str, known: dict[str, SharedCalls]
+    ) -> SharedCalls | None:
+        """The calls that the one of a layer is part of, by `shared_gather` or by the plan."""
+        if (active := shared_calls_of(module)) is not None:
+            return active[0]
+        pattern = path_patterns.sharing_layer(self.plan, path)
+        style = None if pattern is None else self.plan[pattern]
+        if not isinstance(style, Shared):
+            return None
+        above = path.rpartition(".")[0]
+        return known.setdefault(above, SharedCalls(repr(above), style.names))
 
     def _attention(
         self, call: Callable, module: linen.Module, style: Heads, args: Any, kwargs: Any
@@ -223,7 +248,13 @@ class ParallelModule:
         return y
 
     def _dense(
-        self, call: Callable, module: Any, pattern: str, style: Column | Row, inputs: Any
+        self,
+        call: Callable,
+        module: Any,
+        pattern: str,
+        style: Column | Row,
+        calls: SharedCalls | None,
+        inputs: Any,
     ) -> jax.Array:
         """The result of a dense layer for `inputs`, computed by the ops."""
         features = linen_specs.sizes(module.features)
@@ -238,6 +269,13 @@ class ParallelModule:
             return call(inputs)
         kernel = unboxed(module.get_variable("params", "kernel"))
         context = current_context(self.axis_name, self.mesh, (inputs, kernel))
+        if calls is not None and isinstance(style, Column):
+            if style.copies == 1:
+                shape = kernel.shape[: len(axes)], features
+                layer_checks.kernel(kernel, shape, len(axes), context, None)
+            options = {"style": replace(style, copies=1), "axis": axes, "dtype": module.dtype}
+            together = functools.partial(self._together, module, calls.names, context)
+            return calls.result(module.name, inputs, together, options)
         bias = unboxed(module.get_variable("params", "bias")) if module.use_bias else None
         x, kernel, bias = promote_dtype(inputs, kernel, bias, dtype=module.dtype)
         implementation = check_implementation(self.implementation)
@@ -263,6 +301,39 @@ class ParallelModule:
             scatter_dimension=style.scatter_dimension,
             implementation=implementation,
             fp8=style.fp8,
+        )
+
+    def _together(
+        self, module: Any, names: tuple[str, ...], context: ShardingContext, x: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """The results of the layers `names` beside `module`, which is one of them, for x."""
+        above, parameters = module.path[:-1], unboxed(module.parent.variables["params"])
+        styles = [self._style(".".join((*above, name)))[1] for name in names]
+        columns = [replace(style, copies=1) for style in styles if isinstance(style, Column)]
+        if not {*names} <= {*parameters} or len({*columns}) > 1 or len(columns) < len(names):
+            raise ValueError(
+                f"{'.'.join(above)!r}: {', '.join(map(repr, names))} share a gather; expected"
+                f" layers with one Column() for all, found {', '.join(map(str, styles))}"
+            )
+        pairs = [(parameters[name]["kernel"], parameters[name].get("bias")) for name in names]
+        x, *arrays = promote_dtype(x, *(a for pair in pairs for a in pair), dtype=module.dtype)
+        count = len(linen_specs.sizes(getattr(module, "axis", -1)))
+
+        def own(array: Any, dimension: int, style: Any) -> Any:
+            return own_columns(context, array, dimension, style.copies)
+
+        kernels = [own(k, count, style) for k, style in zip(arrays[::2], styles, strict=True)]
+        shards = context.parameter_shards
+        outputs = [(k.shape[count] * shards, *k.shape[count + 1 :]) for k in kernels]
+        return column_parallel(
+            context,
+            x,
+            kernels,
+            [own(b, 0, style) for b, style in zip(arrays[1::2], styles, strict=True)],
+            [(k.shape[:count], sizes) for k, sizes in zip(kernels, outputs, strict=True)],
+            gather_dimension=columns[0].gather_dimension,
+            implementation=check_implementation(self.implementation),
+            fp8=columns[0].fp8,
         )
 
     def _check_all_match(self, layers: set[str], variables: Mapping[str, Any]) -> None:

@@ -12,7 +12,11 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from collective_matmul.layers import layer_checks, path_patterns
-from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
+from collective_matmul.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    check_alike,
+)
 from collective_matmul.layers.nnx_adapters import (
     ColumnParallelLoRALinear,
     RowParallelLoRALinear,
@@ -28,7 +32,8 @@ from collective_matmul.layers.nnx_attention import (
     parallel_attention,
     shard_caches,
 )
-from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyles, Row
+from collective_matmul.layers.nnx_shared import parallel_shared
+from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyles, Row, Shared
 from collective_matmul.layers.placement import mesh_of_arrays, place_variables
 
 _OPTIONS_OF_LINEAR: dict[str, Any] = {
@@ -57,6 +62,8 @@ ATTENTION_MODULES: dict[type, dict[str, Any]] = {nnx.MultiHeadAttention: {}}
 
 #: A layer with its path, its style, and the pattern of the plan that gives it the style.
 Entry = tuple[str, nnx.Linear | nnx.LinearGeneral | nnx.LoRA, Column | Row, str]
+#: A module whose layers share a gather, likewise.
+Group = tuple[str, nnx.Pytree, Shared, str]
 
 
 def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, Any]) -> nnx.Module:
@@ -76,6 +83,9 @@ def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
     nodes = [("", model), *_nodes(model)]
     entries = _matched_layers(nodes, plan, options)
     collective = {key: _collective_layer(entry, options) for key, entry in entries.items()}
+    groups = _sharing_modules(nodes, plan)
+    for path, node, style, _ in groups:
+        _check_group(path, [collective[id(getattr(node, name))] for name in style.names])
     # The model is changed from here on. Layers and parameters by identity, as both may be shared.
     fresh: dict[int, Any] = {}
     for key, (_, linear, _, _) in entries.items():
@@ -90,6 +100,9 @@ def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
             shard_caches(node)
         elif id(node) in entries and isinstance(node, nnx.LoRA):
             object.__setattr__(node, "__class__", parallel_lora(type(node)))
+    for _, node, style, _ in groups:
+        if not _is_attention(node):  # Attention shares its gather by itself.
+            object.__setattr__(node, "__class__", parallel_shared(type(node), style.names))
     if (mesh := mesh_of_arrays(options["mesh"])) is not None:
         place_variables(model, mesh)
     return model
@@ -117,11 +130,15 @@ def _matched_layers(
             )
         entries.setdefault(id(layer), (path, layer, style, pattern))
 
+    for path, node, style, pattern in _sharing_modules(nodes, plan):
+        for name, of_layer in style.layers().items():
+            add(".".join(filter(None, (path, name))), getattr(node, name), of_layer, pattern)
     for path, node in nodes:
         pattern = path_patterns.matches(plan, path)
         if pattern is None or (not path and pattern and not _is_layer(node)):
             continue
         style = plan[pattern]
+        assert not isinstance(style, Shared)  # `matches` leaves these out.
         if path in inside:
             _check_same_style(plan, pattern, path, inside[path])
             continue
@@ -142,6 +159,25 @@ def _matched_layers(
     paths = [path for path, node in nodes if _is_layer(node)]
     path_patterns.check_all_match(plan, paths, "nnx")
     return entries
+
+
+def _sharing_modules(nodes: list[tuple[str, nnx.Pytree]], plan: ParallelStyles) -> list[Group]:
+    """The modules with all layers that an entry `Shared` of the plan names."""
+    found: dict[int, Group] = {}
+    for path, node in nodes:
+        pattern = path_patterns.matches_sharing(plan, path, vars(node))
+        style = None if pattern is None else plan[pattern]
+        if pattern is not None and isinstance(style, Shared):
+            found.setdefault(id(node), (path, node, style, pattern))
+    return [*found.values()]
+
+
+def _check_group(path: str, layers: list[Any]) -> None:
+    """Raises ValueError unless layers of the module at `path` can share a gather."""
+    try:
+        check_alike(layers)
+    except ValueError as error:
+        raise ValueError(f"{path!r}: {error}") from None
 
 
 def _check_linear(plan: ParallelStyles, pattern: str, path: str, layer: Any) -> None:

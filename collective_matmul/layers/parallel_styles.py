@@ -1,4 +1,4 @@
-"""The two ways to shard a layer over the axis: by its output or by its input features."""
+"""The ways to shard layers over the axis: by output or by input features, alone or together."""
 
 from __future__ import annotations
 
@@ -91,8 +91,48 @@ class Heads:
         }
 
 
+@dataclass(frozen=True, init=False)
+class Shared:
+    """Makes layers of a module column-parallel, with one gather for the x that all are called on.
+
+    ``{"layers.*.mlp": Shared("gate", "up")}`` is for a module whose `__call__` calls its layers
+    `gate` and `up` on one x: the first call gathers x and multiplies it by both kernels.
+
+    Args:
+      *names: the names of the layers in the module that the pattern matches: at least two.
+      gather_dimension: as for `Column`.
+      fp8: as for `Column`.
+
+    Raises:
+      ValueError: unless there are at least two names, all different.
+    """
+
+    names: tuple[str, ...]
+    gather_dimension: int | None = -2
+    fp8: RecipeName | None = None
+
+    def __init__(
+        self, *names: str, gather_dimension: int | None = -2, fp8: RecipeName | None = None
+    ):
+        if len(names) < 2 or len({*names}) < len(names):
+            raise ValueError(
+                f"names={names}: expected the names of at least two layers, such as 'gate', 'up'"
+            )
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "gather_dimension", gather_dimension)
+        object.__setattr__(self, "fp8", checks.fp8(fp8))
+
+    def layers(self) -> dict[str, Column]:
+        """The style of each layer, by name."""
+        return dict.fromkeys(self.names, Column(self.gather_dimension, self.fp8))
+
+    def paths(self, module: str) -> list[str]:
+        """The paths of the layers, from that of the module."""
+        return [f"{module}.{name}" if module else name for name in self.names]
+
+
 #: A parallel style.
-ParallelStyle = Column | Row | Heads
+ParallelStyle = Column | Row | Heads | Shared
 
 #: A style for each `fnmatch` pattern over dotted paths; ``*`` matches dots too.
 ParallelStyles = Mapping[str, ParallelStyle]

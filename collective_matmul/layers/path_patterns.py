@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from collective_matmul.layers.parallel_styles import Heads, ParallelStyle, ParallelStyles
+from collective_matmul.layers.parallel_styles import Heads, ParallelStyle, ParallelStyles, Shared
 
 
 def check(plan: ParallelStyles) -> None:
@@ -27,17 +27,45 @@ def check(plan: ParallelStyles) -> None:
         if not isinstance(pattern, str) or not isinstance(entry, ParallelStyle):
             raise TypeError(
                 f"plan[{pattern!r}]={entry!r}: expected a path pattern, a string, and Column(),"
-                " Row() or Heads()"
+                " Row(), Heads() or Shared()"
             )
 
 
 def matches(plan: ParallelStyles, path: str) -> str | None:
-    """The pattern that matches `path`, or None.
+    """The pattern that gives the module at `path` a style, or None.
 
     Raises:
       ValueError: if several match.
     """
-    found = [pattern for pattern in plan if fnmatchcase(path, pattern)]
+    return _only(plan, path, lambda style: not isinstance(style, Shared))
+
+
+def matches_sharing(plan: ParallelStyles, path: str, names: Collection[str]) -> str | None:
+    """The pattern by which layers of the module at `path` share a gather, or None.
+
+    Args:
+      plan: the plan.
+      path: the path of the module.
+      names: attributes of it; all layers that share a gather are among them.
+
+    Raises:
+      ValueError: if several match.
+    """
+    return _only(plan, path, lambda style: isinstance(style, Shared) and {*style.names} <= {*names})
+
+
+def sharing_layer(plan: ParallelStyles, path: str) -> str | None:
+    """The pattern by which the layer at `path` shares a gather with others of its module, or None.
+
+    Raises:
+      ValueError: if several match.
+    """
+    above, _, name = path.rpartition(".")
+    return _only(plan, above, lambda style: isinstance(style, Shared) and name in style.names)
+
+
+def _only(plan: ParallelStyles, path: str, meant: Callable[[ParallelStyle], bool]) -> str | None:
+    found = [pattern for pattern in plan if fnmatchcase(path, pattern) and meant(plan[pattern])]
     if len(found) > 1:
         raise ValueError(
             f"plan: {' and '.join(map(repr, found))} both match {path!r}; narrow one of them"
@@ -51,9 +79,14 @@ def check_all_match(plan: ParallelStyles, paths: Collection[str], library: str) 
     Raises:
       ValueError: if one does not.
     """
-    for pattern in plan:
-        if not any(fnmatchcase(path, pattern) for path in paths):
-            raise ValueError(f"plan[{pattern!r}]: matches no layer; {_layers_of(paths, library)}")
+    for pattern, style in plan.items():
+        candidates, what = paths, "layer"
+        if isinstance(style, Shared):
+            above = {path.rpartition(".")[0] for path in paths}
+            candidates = [module for module in above if {*style.paths(module)} <= {*paths}]
+            what = f"module with layers {', '.join(style.names)}"
+        if not any(fnmatchcase(path, pattern) for path in candidates):
+            raise ValueError(f"plan[{pattern!r}]: matches no {what}; {_layers_of(paths, library)}")
 
 
 def _layers_of(paths: Collection[str], library: str) -> str:

@@ -95,6 +95,8 @@ def test_grouped_normalized_attention_stays_the_same(context: str, mesh: Mesh) -
 )
 def test_fewer_heads_of_keys_and_values_than_devices_are_copied(context: str, mesh: Mesh) -> None:
     options = dict(GROUPED, num_kv_heads=2)
+    kind = AxisType.Explicit if context == "explicit" else AxisType.Auto
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(kind, kind))
     model = parallelize(Block(**options), {"attention": Heads()}, mesh=mesh, implementation="ring")
     assert_identical(pure(nnx.state(model)), pure(nnx.state(Block(**options))))
     x = random(BATCH, LENGTH, FEATURES)
