@@ -31,8 +31,8 @@ from collective_matmul.transport import Transport, transport_between
 from collective_matmul.tuning.timing import measure
 from collective_matmul.tuning.trials import Measure, Trial, trials
 
-#: An order of magnitude, for what is said beforehand: to compile a program and to time it.
-_SECONDS_OF_A_BACKEND = 5.0
+#: 56 sites took 80 to 95 s on 2 H200 (benchmarks/reports/2026-11-25-train-8b-2-h200.md).
+_SECONDS_OF_A_SITE = 1.6
 
 
 def tune(
@@ -117,8 +117,8 @@ def tune(
 
 
 def estimated_seconds(sites: Collection[Request]) -> float:
-    """About how long `tune` takes for sites, mostly to compile a program for each backend."""
-    return _SECONDS_OF_A_BACKEND * sum(len(site.backends) for site in sites)
+    """About how long `tune` takes for sites, mostly to compile programs."""
+    return _SECONDS_OF_A_SITE * len(sites)
 
 
 def _sites(target: Callable | Iterable[Request], args: tuple) -> list[Request]:
