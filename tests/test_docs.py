@@ -6,6 +6,7 @@ import contextlib
 import doctest
 import importlib
 import io
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -103,13 +104,32 @@ def test_readme_examples_compute_the_same_as_plain_code():
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_chart_of_the_readme_is_drawn_from_its_report():
-    chart = next(b.text for b in blocks_of(ROOT / "README.md") if "█" in b.text)
-    bars = [line for line in chart.splitlines() if "█" in line]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    source = re.search(r"^Source: \[report\]\(([^)]+)\)", readme, re.MULTILINE)
+def bars_and_report_of(page: Path) -> tuple[list[str], Path]:
+    """The bars of the chart of a page, and the report that the page says they are from."""
+    chart = next(b.text for b in blocks_of(page) if "█" in b.text)
+    text = page.read_text(encoding="utf-8")
+    source = re.search(r"^Source: \[report\]\(([^)]+)\)", text, re.MULTILINE)
     assert source is not None
-    assert bars == drawn_bars(ROOT / source[1])
+    return [line for line in chart.splitlines() if "█" in line], page.parent / source[1]
+
+
+def test_chart_of_the_readme_is_drawn_from_its_report():
+    bars, report = bars_and_report_of(ROOT / "README.md")
+    shown = ("torch_async_tp", "auto"), ("torch_async_tp_fp8_tensorwise", "auto_fp8_tensorwise")
+    sharded = ("torch_fsdp", "auto"), ("auto_fp8_tensorwise",)
+    expected = []
+    for which, groups in (("2×8192", shown), ("2×8192 ZeRO 3", sharded)):
+        for candidate in itertools.chain(*groups):
+            row = rf"^\| llama3-8b 32 layers {which} \| {candidate} (?:\|[^|]*){{3}}\| ([\d,]+) "
+            found = re.search(row, report.read_text(encoding="utf-8"), re.MULTILINE)
+            assert found is not None, (which, candidate)
+            expected.append((found[1], round(int(found[1].replace(",", "")) / 500)))
+    assert [(bar.split()[-2], bar.count("█")) for bar in bars] == expected
+
+
+def test_chart_of_single_ops_is_drawn_from_its_report():
+    bars, report = bars_and_report_of(ROOT / "docs" / "benchmarks.md")
+    assert bars == drawn_bars(report)
 
 
 def drawn_bars(report: Path) -> list[str]:

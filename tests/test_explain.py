@@ -107,13 +107,13 @@ def test_sites_that_were_never_measured_are_counted(kind: str, unmeasured: str |
     device = AbstractDevice(kind, num_cores=132, platform="gpu")
     mesh = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
     shapes = arguments(8192, 8192, 28672, dtype=BFLOAT16)
-    said = re.search(
+    counted = re.search(
         r"^(\d) of 2 different sites were never measured on 8 devices, and their times are a cost"
         r" model's; collective_matmul.tune measures them there, in about \d+ minutes?$",
         explain(on(mesh), peer_kernels=False)(*shapes).table(WIDE),
         re.MULTILINE,
     )
-    assert (None if said is None else said[1]) == unmeasured
+    assert (None if counted is None else counted[1]) == unmeasured
 
 
 @pytest.mark.needs("fused")

@@ -14,8 +14,8 @@ from train.metrics import Device
 FRACTION = 0.92
 #: The variables that say the fraction; JAX refuses both at once.
 VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-#: How much more than predicted XLA may allocate. Of measured steps of all 32 layers of Llama 3 8B, in
-#: bfloat16 and 8 bits, at least 93.8 % was predicted, and of compiled ones at least 94.9 %
+#: How much more than predicted XLA may allocate. Of steps of all 32 layers of Llama 3 8B, in 8 bits
+#: too, at least 93.8 % of what was measured was predicted, and 94.9 % of what was compiled
 #: (benchmarks/reports/2026-11-25-train-8b-2-h200.md, 2026-11-25-compiled-memory-4-h200.md).
 MARGIN = 1 / 0.938 - 1
 

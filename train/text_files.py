@@ -254,7 +254,7 @@ def _parquet_documents(path: str, text_column: str) -> Iterator[bytes]:
     except ImportError as error:
         raise ImportError(
             f"data={path!r}: reading Parquet needs the package pyarrow; "
-            "pip install 'collective_matmul[parquet]'"
+            "pip install '.[parquet]' in the repository"
         ) from error
     row = 0
     with opened("data", path) as opened_file:

@@ -72,7 +72,7 @@ def read_tokenizer(path: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"tokenizer={path!r}: reading it needs the package tokenizers; "
-            "pip install 'collective_matmul[hf]', or leave tokenizer out to train on bytes"
+            "pip install '.[hf]' in the repository, or leave tokenizer out to train on bytes"
         ) from error
 
 

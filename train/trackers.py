@@ -107,8 +107,8 @@ def check_trackers(config: Config) -> None:
     ):
         if wanted and importlib.util.find_spec(package) is None:
             raise ImportError(
-                f"{flag}: needs the package {package}; pip install 'collective_matmul[{extra}]', or"
-                f" leave {flag} out"
+                f"{flag}: needs the package {package}; pip install '.[{extra}]' in the repository,"
+                f" or leave {flag} out"
             )
     if config.tensorboard is not None:
         _check_event_folder(config.tensorboard, config.resume)

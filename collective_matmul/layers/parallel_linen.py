@@ -14,7 +14,12 @@ from flax.linen.dtypes import promote_dtype
 from jax.sharding import Mesh, NamedSharding
 
 from collective_matmul.layers import layer_checks, linen_attention, linen_specs, path_patterns
-from collective_matmul.layers.functions import column_parallel, own_columns, row_parallel
+from collective_matmul.layers.functions import (
+    KernelShape,
+    column_parallel,
+    own_columns,
+    row_parallel,
+)
 from collective_matmul.layers.linear import SharedProjections
 from collective_matmul.layers.linen_specs import KernelRanks, unboxed
 from collective_matmul.layers.parallel_styles import Column, Heads, ParallelStyles, Row, Shared
@@ -269,57 +274,61 @@ class ParallelModule:
             return call(inputs)
         kernel = unboxed(module.get_variable("params", "kernel"))
         context = current_context(self.axis_name, self.mesh, (inputs, kernel))
-        if calls is not None and isinstance(style, Column):
-            if style.copies == 1:
-                shape = kernel.shape[: len(axes)], features
-                layer_checks.kernel(kernel, shape, len(axes), context, None)
-            options = {"style": replace(style, copies=1), "axis": axes, "dtype": module.dtype}
-            together = functools.partial(self._together, module, calls.names, context)
-            return calls.result(module.name, inputs, together, options)
-        bias = unboxed(module.get_variable("params", "bias")) if module.use_bias else None
-        x, kernel, bias = promote_dtype(inputs, kernel, bias, dtype=module.dtype)
-        implementation = check_implementation(self.implementation)
-        if isinstance(style, Column):
-            (y,) = column_parallel(
-                context,
-                x,
-                [own_columns(context, kernel, len(axes), style.copies)],
-                [own_columns(context, bias, 0, style.copies)],
-                [(kernel.shape[: len(axes)], (features[0] * style.copies, *features[1:]))],
-                gather_dimension=style.gather_dimension,
-                implementation=implementation,
-                fp8=style.fp8,
-            )
+        shape = kernel.shape[: len(axes)], features
+        if isinstance(style, Row):
+            return self._row(module, style, context, inputs, shape)
+        if style.copies == 1:
+            layer_checks.kernel(kernel, shape, len(axes), context, None)
+        else:
+            axis_name, devices = context.axis_name, context.devices
+            layer_checks.copies(style.copies, features[0], axis_name, devices, None)
+        if calls is None:
+            (y,) = self._columns(module, None, context, inputs)
             return y
-        rows = kernel.shape[0] * context.parameter_shards
+        compute = functools.partial(self._columns, module, calls.names, context)
+        options = {"style": replace(style, copies=1), "axis": axes, "dtype": module.dtype}
+        return calls.result(module.name, inputs, compute, options)
+
+    def _row(
+        self, module: Any, style: Row, context: ShardingContext, x: jax.Array, shape: KernelShape
+    ) -> jax.Array:
+        """The result of a row-parallel layer for x."""
+        own = unboxed(module.variables["params"])
+        x, kernel, bias = promote_dtype(x, own["kernel"], own.get("bias"), dtype=module.dtype)
+        (rows, *others), features = shape
         return row_parallel(
             context,
             x,
             kernel,
             bias,
-            ((rows, *kernel.shape[1 : len(axes)]), features),
+            ((rows * context.parameter_shards, *others), features),
             scatter_dimension=style.scatter_dimension,
-            implementation=implementation,
+            implementation=check_implementation(self.implementation),
             fp8=style.fp8,
         )
 
-    def _together(
-        self, module: Any, names: tuple[str, ...], context: ShardingContext, x: jax.Array
+    def _columns(
+        self, module: Any, names: tuple[str, ...] | None, context: ShardingContext, x: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """The results of the layers `names` beside `module`, which is one of them, for x."""
-        above, parameters = module.path[:-1], unboxed(module.parent.variables["params"])
-        styles = [self._style(".".join((*above, name)))[1] for name in names]
-        columns = [replace(style, copies=1) for style in styles if isinstance(style, Column)]
-        if not {*names} <= {*parameters} or len({*columns}) > 1 or len(columns) < len(names):
-            raise ValueError(
-                f"{'.'.join(above)!r}: {', '.join(map(repr, names))} share a gather; expected"
-                f" layers with one Column() for all, found {', '.join(map(str, styles))}"
-            )
-        pairs = [(parameters[name]["kernel"], parameters[name].get("bias")) for name in names]
+        """The results of a column-parallel layer for x, or of those `names` beside it."""
+        if names is None:
+            parameters = [unboxed(module.variables["params"])]
+            styles: list[Any] = [self._style(".".join(module.path))[1]]
+        else:
+            beside = unboxed(module.parent.variables["params"])
+            styles = [self._style(".".join((*module.path[:-1], name)))[1] for name in names]
+            alike = {isinstance(s, Column) and replace(s, copies=1) for s in styles}
+            if not {*names} <= {*beside} or len(alike) > 1:
+                raise ValueError(
+                    f"{', '.join(map(repr, names))} share a gather; expected layers with one"
+                    f" Column() for all, found {', '.join(map(str, styles))}"
+                )
+            parameters = [beside[name] for name in names]
+        pairs = [(each["kernel"], each.get("bias")) for each in parameters]
         x, *arrays = promote_dtype(x, *(a for pair in pairs for a in pair), dtype=module.dtype)
         count = len(linen_specs.sizes(getattr(module, "axis", -1)))
 
-        def own(array: Any, dimension: int, style: Any) -> Any:
+        def own(array: Any, dimension: int, style: Column) -> Any:
             return own_columns(context, array, dimension, style.copies)
 
         kernels = [own(k, count, style) for k, style in zip(arrays[::2], styles, strict=True)]
@@ -331,9 +340,9 @@ class ParallelModule:
             kernels,
             [own(b, 0, style) for b, style in zip(arrays[1::2], styles, strict=True)],
             [(k.shape[:count], sizes) for k, sizes in zip(kernels, outputs, strict=True)],
-            gather_dimension=columns[0].gather_dimension,
+            gather_dimension=styles[0].gather_dimension,
             implementation=check_implementation(self.implementation),
-            fp8=columns[0].fp8,
+            fp8=styles[0].fp8,
         )
 
     def _check_all_match(self, layers: set[str], variables: Mapping[str, Any]) -> None:

@@ -250,7 +250,7 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
     except ImportError as error:
         raise ImportError(
             f"{folder}: reading it needs the package safetensors;"
-            " pip install 'collective_matmul[hf]'"
+            " pip install '.[hf]' in the repository"
         ) from error
     try:
         return load_file(path)

@@ -150,7 +150,7 @@ class ModelFolder:
         except ImportError as error:
             raise ImportError(
                 f"{self.path}: reading its tokenizer needs the package tokenizers;"
-                " pip install 'collective_matmul[hf]'"
+                " pip install '.[hf]' in the repository"
             ) from error
 
     def _with_stored_head(self, described: LlamaConfig) -> LlamaConfig:

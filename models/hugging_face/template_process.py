@@ -126,7 +126,7 @@ class _TemplateProcess:
     def _start(self, seconds: float, memory_bytes: int) -> None:
         self._stop()
         if importlib.util.find_spec("jinja2") is None:
-            raise ImportError("needs the package jinja2; pip install 'collective_matmul[hf]'")
+            raise ImportError("needs the package jinja2; pip install '.[hf]' in the repository")
         if not sys.executable:
             raise TemplateError("no Python is known (sys.executable) that could render it")
         ours, theirs = socket.socketpair()

@@ -103,7 +103,7 @@ def _tensors_of(folder: Path, name: str, *, given_by: str) -> dict[str, Any]:
     except ImportError as error:
         raise ImportError(
             f"{folder}: reading it needs the package safetensors;"
-            " pip install 'collective_matmul[hf]'"
+            " pip install '.[hf]' in the repository"
         ) from error
     path = find_file(folder, name)
     if path is None:

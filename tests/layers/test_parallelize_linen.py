@@ -123,6 +123,9 @@ def test_several_devices_compute_the_same_columns(local: bool, mesh: Mesh) -> No
     y = jax.jit(apply)(variables, X)
     expected: Any = module.apply(variables, X)
     assert_close(y, expected.repeat(2, -2))
+    wrong = parallelize(module, {"": Column(copies=3)}, mesh=mesh)
+    with pytest.raises(ValueError, match="copies=3: expected the 4 devices of axis 'tensor' over"):
+        jax.eval_shape(wrong.apply, variables, X)
 
 
 def test_init_returns_the_variables_of_the_module(mesh: Mesh) -> None:

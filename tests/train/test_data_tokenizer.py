@@ -86,7 +86,7 @@ def test_a_missing_tokenizers_package_names_the_extra(
     text_file: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install 'collective_matmul\[hf\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[hf\]'"):
         open_text(text_file, text_file)
 
 

@@ -223,7 +223,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path):
 def test_a_missing_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pattern = write_shards(tmp_path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"pip install 'collective_matmul\[parquet\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[parquet\]'"):
         open_text(pattern)
 
 

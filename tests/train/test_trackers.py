@@ -181,7 +181,7 @@ def test_a_missing_package_is_a_sentence(capsys, monkeypatch, tmp_path, flag, pa
     )
     saved = ["--checkpoint-dir", str(tmp_path / "saved")]
     message = refused(capsys, *shlex.split(flag), *saved)
-    assert f"needs the package {package}; pip install 'collective_matmul[{extra}]'" in message
+    assert f"needs the package {package}; pip install '.[{extra}]' in the repository" in message
     assert not (tmp_path / "saved").exists()
 
 
