@@ -190,7 +190,7 @@ def test_ops_count_as_often_as_they_run(make_mesh: MeshFactory) -> None:
     gradients = jax.grad(lambda *args: sharded(*args).sum(), (0, 1, 2))
     runs = {
         tuple(line[2:4]) if len(line) > 6 else line[2]: int(line[0][:-1])
-        for line in lines_of(gradients, *flat_arguments())
+        for line in lines_of(gradients, *flat_arguments(), verbose=True)
         if "body" not in line[1] or line[2] == "psum"
     }
     assert runs == {
