@@ -11,6 +11,7 @@ import re
 import shlex
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,8 @@ def plan_of(preset: str, devices: int, layers: int | None = None, **changes) -> 
     return make_plan(config(preset, layers, **changes), machine)
 
 
+STACKED: dict[str, Any] = {"remat": "full", "scan_layers": 1}
+LONG: dict[str, Any] = {"loss_chunk": 4096, **STACKED}
 # Llama 3 8B: layers, sequences, length, mesh, other settings, GPU, kernel of attention, ms.
 MEASURED = {
     # 2026-11-25-train-8b-2-h200.md
@@ -69,6 +72,12 @@ MEASURED = {
     "8 layers, tensor 4": (8, 1, 8192, MeshSizes(tensor=4), {}, H200, "cudnn", 68.4),
     "2 layers ZeRO 3": (2, 2, 8192, FSDP, {"zero": 3}, H100, "cudnn", 97.0),
     # Shapes that nothing was fitted to.
+    # 2026-11-27-lora-2-h100.md, 2026-11-26-context-2-h100.md
+    "full, stacked": (32, 2, 4096, TENSOR, STACKED, H100, "flash3", 485.5),
+    "128k": (8, 1, 131072, TENSOR, LONG, H100, "flash3", 6025),
+    "128k over context": (
+        8, 1, 131072, MeshSizes(context=2), {"zero": 3, **LONG}, H100, "flash3", 6105
+    ),
     "6 layers": (6, 1, 6144, TENSOR, {}, H100, "cudnn", 78.0),
     "6 layers tensorwise": (6, 1, 6144, TENSOR, {"fp8": "tensorwise"}, H100, "cudnn", 67.0),
 }  # fmt: skip
@@ -112,6 +121,11 @@ PEAKS = {
     "full": ("llama3-8b", 8, 2, 8192, FSDP, {"zero": 3, "remat": "full"}, 21.5),
     "dots": ("llama3-8b", 8, 1, 32768, TENSOR, {"remat": "dots"}, 37.3),
     "2 layers": ("llama3-8b", 2, 2, 8192, FSDP, {"zero": 3}, 15.5),
+    "full, stacked": ("llama3-8b", 32, 2, 4096, TENSOR, STACKED, 60.4),
+    "128k": ("llama3-8b", 8, 1, 131072, TENSOR, LONG, 40.2),
+    "128k over context": (
+        "llama3-8b", 8, 1, 131072, MeshSizes(context=2), {"zero": 3, **LONG}, 40.9
+    ),
     "experts over fsdp": (
         "qwen3-30b-a3b", 4, 4, 8192, FSDP, {"zero": 3, "expert_axes": "fsdp", **_EXPERTS}, 34.8
     ),

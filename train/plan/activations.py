@@ -47,6 +47,9 @@ def block_activations(shapes: Shapes) -> Activations:
         temporary += 4 * expert_devices(config, shapes.sizes) * stream
     if config.remat == "none":
         return Activations(everything, 0, temporary)
+    if recomputes_matmuls(config.remat) and config.scan_layers:
+        # Measured: a loop that repeats the forward in its backward holds as many more at once.
+        temporary += 4 * hidden
     if config.remat == "full":
         return Activations(stream, everything, temporary)
     if config.remat == "attention":

@@ -157,7 +157,7 @@ def _extrapolated(config: Config, sizes: MeshSizes, device_kind: str, network_by
         reasons.append("steps were measured on up to 4 GPUs")
     if "A100" in device_kind:
         reasons.append("rates of A100 are its data sheet's")
-    if Shapes(config, sizes).expert_shards > 1:
+    if config.model.num_experts is not None and Shapes(config, sizes).expert_shards > 1:
         reasons.append("no steps were measured that gather experts")
     if config.optimizer.kind != "adamw":
         reasons.append("steps were measured with AdamW")
