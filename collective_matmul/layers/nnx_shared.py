@@ -12,6 +12,11 @@ from collective_matmul.layers.nnx_adapters import base_of
 from collective_matmul.layers.shared_calls import SharedCalls, sharing
 
 
+def shared_layers(module: nnx.Module) -> tuple[str, ...]:
+    """The attributes of a module that are layers which share a gather by `parallel_shared`."""
+    return getattr(type(module), "shares_gather", ())
+
+
 @functools.cache
 def parallel_shared(kind: type[nnx.Module], names: tuple[str, ...]) -> type[nnx.Module]:
     """A subclass of a module's class, in whose calls some of its layers share a gather.

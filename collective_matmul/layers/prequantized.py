@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul.layers.blocks import AttentionProjection, GatedFeedForward
 from collective_matmul.layers.functions import own_columns
 from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
+from collective_matmul.layers.nnx_adapters import base_of
+from collective_matmul.layers.nnx_shared import shared_layers
 from collective_matmul.layers.sharding_context import LocalShards
 from collective_matmul.ops.matmul.prequantize import prequantize
 
@@ -27,8 +29,9 @@ def prequantize_kernels(model: nnx.Module, *, weight_axis_name: str | None = Non
     `prequantize`.
 
     Kernels are quantized in `dtype` of their layer, or in their own if it has none. Layers of
-    `AttentionProjection` and `GatedFeedForward` that share a gather are quantized together. Kernels
-    stay arrays in layers without `fp8`, and in column-parallel layers that do not gather.
+    `AttentionProjection` and `GatedFeedForward` that share a gather are quantized together, and so
+    are those of `Shared`. Kernels stay arrays in layers without `fp8`, and in column-parallel
+    layers that do not gather.
 
     In layers with `weight_axis_name`, kernels are shards, and so are their copies: each call
     gathers one of the two. With the argument of that name, so are kernels of other layers that the
@@ -74,6 +77,8 @@ def _gathers(model: nnx.Module) -> Iterator[list[Linear]]:
             group = [module.query, module.key, module.value]
         elif isinstance(module, GatedFeedForward):
             group = [module.gate, module.up]
+        else:
+            group = [base_of(getattr(module, name)) for name in shared_layers(module)]
         if group:
             shared.update(map(id, group))
             yield group

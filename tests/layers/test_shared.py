@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -11,7 +12,14 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.layers import Column, Row, Shared, parallelize, shared_gather
+from collective_matmul.layers import (
+    Column,
+    Row,
+    Shared,
+    parallelize,
+    prequantize_kernels,
+    shared_gather,
+)
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
     assert_close,
@@ -243,3 +251,21 @@ def test_layers_of_other_options_are_refused_before_anything_changes(mesh: Mesh)
     mixed = parallelize(Gated(together=True), {"gate": Column()}, mesh=mesh)
     with pytest.raises(ValueError, match="layers: one is a Linear; those that share a gather"):
         jax.eval_shape(mixed, X)
+
+
+def test_kernels_that_share_a_gather_are_quantized_together(mesh: Mesh) -> None:
+    plan = {"": Shared("gate", "up", fp8="rowwise"), "down": Row(fp8="rowwise")}
+    graph, state = nnx.split(parallelize(Gated(), plan, implementation="ring"))
+
+    def call(state: nnx.State, x: jax.Array, once: bool) -> jax.Array:
+        model = nnx.merge(graph, state)
+        return nnx.merge(graph, prequantize_kernels(model))(x) if once else model(x)
+
+    specs, spec = nnx.get_partition_spec(state), P("data", "tensor")
+
+    def outcome_of(once: bool) -> jax.Array:
+        fun = functools.partial(call, once=once)
+        sharded = jax.shard_map(fun, mesh=mesh, in_specs=(specs, spec), out_specs=spec)
+        return jax.jit(sharded)(state, X)
+
+    assert_close(outcome_of(True), outcome_of(False))
