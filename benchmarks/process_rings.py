@@ -69,8 +69,12 @@ class TimedProcess:
 class Ring(PlainJax):
     """Two devices' ring of permutes, forward: the products of a gather are joined at last."""
 
+    def others(self, x):
+        """What the other device has."""
+        return lax.ppermute(x, AXIS, [(0, 1), (1, 0)])
+
     def all_gather_matmul(self, rows, ws):
-        other = lax.ppermute(rows, AXIS, [(0, 1), (1, 0)])
+        other = self.others(rows)
         own = tuple(rows @ w for w in ws)
         own, rows, other = lax.optimization_barrier((own, rows, other))
         is_second = lax.axis_index(AXIS) == 1
@@ -84,7 +88,7 @@ class Ring(PlainJax):
         m, me = x.shape[0] // 2, lax.axis_index(AXIS)
         away = lax.dynamic_slice_in_dim(x, (1 - me) * m, m) @ w
         away, x = lax.optimization_barrier((away, x))
-        arrived = lax.ppermute(away, AXIS, [(0, 1), (1, 0)])
+        arrived = self.others(away)
         return lax.dynamic_slice_in_dim(x, me * m, m) @ w + arrived
 
 
@@ -92,7 +96,7 @@ class RingInPlace(Ring):
     """The same, but each product of a gather is written into its place."""
 
     def all_gather_matmul(self, rows, ws):
-        other = lax.ppermute(rows, AXIS, [(0, 1), (1, 0)])
+        other = self.others(rows)
         m, me = rows.shape[0], lax.axis_index(AXIS)
 
         def write(y, product, chunk):
@@ -111,29 +115,10 @@ class RingOfGathers(Ring):
     What a device has already is copied too.
     """
 
-    def all_gather_matmul(self, rows, ws):
-        other = _others(rows)
-        own = tuple(rows @ w for w in ws)
-        own, other = lax.optimization_barrier((own, other))
-        is_second = lax.axis_index(AXIS) == 1
-        pairs = zip(own, (other @ w for w in ws), strict=True)
-        return tuple(
-            lax.concatenate([jnp.where(is_second, b, a), jnp.where(is_second, a, b)], 0)
-            for a, b in pairs
+    def others(self, x):
+        return lax.dynamic_index_in_dim(
+            lax.all_gather(x, AXIS), 1 - lax.axis_index(AXIS), keepdims=False
         )
-
-    def matmul_reduce_scatter(self, x, w):
-        m, me = x.shape[0] // 2, lax.axis_index(AXIS)
-        away = lax.dynamic_slice_in_dim(x, (1 - me) * m, m) @ w
-        away, x = lax.optimization_barrier((away, x))
-        return lax.dynamic_slice_in_dim(x, me * m, m) @ w + _others(away)
-
-
-def _others(x):
-    """What the other of two devices has."""
-    return lax.dynamic_index_in_dim(
-        lax.all_gather(x, AXIS), 1 - lax.axis_index(AXIS), keepdims=False
-    )
 
 
 #: The candidates, and the XLA options of each.
