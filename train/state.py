@@ -282,12 +282,15 @@ class ModelFunctions:
     def active_parameter_count(self) -> int:
         """Number of parameters that compute with one token: of experts, those that it is sent
         to."""
+        return round(sum(map(self._active_size, self._variables)))
+
+    def _active_size(self, name: str) -> float:
+        """The numbers of a parameter that compute with one token, on average over experts."""
+        size = math.prod(self._variables[name][1].shape)
+        if expert_dimension(name) is None:
+            return size
         model = self._config.model
-        chosen = (model.num_experts_per_token or 1) / (model.num_experts or 1)
-        counts = {name: math.prod(leaf.shape) for name, (_, leaf) in self._variables.items()}
-        return round(
-            sum(n if expert_dimension(name) is None else n * chosen for name, n in counts.items())
-        )
+        return size * (model.num_experts_per_token or 1) / (model.num_experts or 1)
 
     def flops_per_token(self, sequence_length: int) -> int:
         """`model_flops_per_token` of this model, with its adapters and what it freezes.
@@ -296,20 +299,11 @@ class ModelFunctions:
           sequence_length: number of tokens that attend to each other.
         """
         model = self._config.model
-        sizes = {
-            name: math.prod(leaf.shape)
-            for name, (_, leaf) in self._variables.items()
-            if self._multiplies(name)
-        }
-        chosen = (model.num_experts_per_token or 1) / (model.num_experts or 1)
-        frozen = sum(
-            size * chosen if is_expert(name) else size
-            for name, size in sizes.items()
-            if name in self.frozen_params
-        )
+        sizes = {n: self._active_size(n) for n in self._variables if self._multiplies(n)}
+        frozen = sum(size for name, size in sizes.items() if name in self.frozen_params)
         adapters = sum(size for name, size in sizes.items() if is_adapter(name))
         return model_flops_per_token(
-            matmul_parameters=model.matmul_parameters + adapters,
+            matmul_parameters=model.matmul_parameters + round(adapters),
             layers=model.num_layers,
             heads=model.num_heads,
             head_dim=model.head_dim,
