@@ -36,11 +36,14 @@ def implied(config: Config) -> dict[str, Any]:
       config: what the run is asked for, with the values of its preset for all else.
     """
     values: dict[str, Any] = {}
-    saved = _saved(config)
+    is_fine_tuned = model_folder(config) is not None
+    if config.mesh.fsdp <= 1 and not is_fine_tuned:
+        return values
+    saved = saved_configuration(config)
     if config.mesh.fsdp > 1:
         level = 1 if Training(config.lora, config.freeze).freezes else 3
         values["zero"] = saved.get("zero", level)
-    if model_folder(config) is None:
+    if not is_fine_tuned:
         return values
     if config.resume:
         flat = traverse_util.flatten_dict(saved, sep=".")
@@ -111,7 +114,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
-def _saved(config: Config) -> dict[str, Any]:
+def saved_configuration(config: Config) -> dict[str, Any]:
     """The configuration of the checkpoint that the run resumes from; empty if there is none."""
     if not config.resume or config.checkpoint_dir is None:
         return {}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from train import defaults
 from train.command_line import main, parse
 from train.config import Config, MeshConfig, MeshSizes
 from train.config_checks import check
@@ -22,7 +23,6 @@ from train.dry_run import GPUS
 from train.memory import memory_of
 from train.mesh import make_abstract_mesh, mesh_sizes
 from train.metrics import Record
-from train.plan import mesh_choice
 from train.plan.candidates import Machine, Plan, make_plan
 from train.plan.memory_estimate import predict_memory
 from train.plan.mesh_choice import SAVED_SIZES, planned_mesh_sizes
@@ -332,7 +332,7 @@ def test_a_resumed_run_keeps_its_mesh(monkeypatch) -> None:
         assert path == "run"
         return SimpleNamespace(configuration=lambda: saved)
 
-    monkeypatch.setattr(mesh_choice, "find_checkpoint", found)
+    monkeypatch.setattr(defaults, "find_checkpoint", found)
     run = config(zero=3, checkpoint_dir="run", resume=True)
     assert planned_mesh_sizes(run, 8, 8, H100) == MeshSizes(fsdp=2, tensor=4)
     # Other numbers of devices, a run that begins, and flags have a mesh of their own.

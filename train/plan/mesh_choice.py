@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from contextlib import suppress
 
-from models.checkpoint.saved_checkpoint import find_checkpoint
 from train.config import Config, MeshSizes
 from train.config_checks import check
+from train.defaults import saved_configuration
 from train.dry_run import GPUS
 from train.mesh import mesh_sizes
 from train.plan.candidates import MARGIN
@@ -72,9 +72,5 @@ def _seconds(config: Config, sizes: MeshSizes, device_kind: str) -> float | None
 
 def _sizes_before(config: Config) -> MeshSizes | None:
     """The mesh that a resumed run had; None if the run begins, or if nothing is known."""
-    if not config.resume or config.checkpoint_dir is None:
-        return None
-    with suppress(ValueError):  # The opening of the checkpoint says what is wrong with it.
-        saved = find_checkpoint(config.checkpoint_dir).configuration().get(SAVED_SIZES)
-        return None if saved is None else MeshSizes(**saved)
-    return None
+    saved = saved_configuration(config).get(SAVED_SIZES)
+    return None if saved is None else MeshSizes(**saved)
