@@ -163,8 +163,8 @@ def _conclusion(plan: Plan, machine: Machine) -> list[str]:
 def _flags(candidate: Candidate) -> list[str]:
     """The flags of a configuration."""
     config, sizes = candidate.config, candidate.sizes
-    flags = [f"--mesh.{axis}={size}" for axis, size in MeshConfig(*sizes).__dict__.items()]
     values = {
+        **{f"mesh.{axis}": size for axis, size in MeshConfig(*sizes).__dict__.items()},
         "zero": config.zero,
         "remat": config.remat,
         "scan-layers": config.scan_layers,
@@ -173,8 +173,7 @@ def _flags(candidate: Candidate) -> list[str]:
     }
     if config.model.num_experts is not None:
         values["expert-axes"] = config.expert_axes
-    flags += [f"--{name}={value}" for name, value in values.items()]
-    return [part for flag in flags for part in flag.split("=")]
+    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
 
 
 def _print(console: Console, *lines: str) -> None:
