@@ -285,6 +285,11 @@ class Config:
             object.__setattr__(self, "resume", True)
 
     @property
+    def network_bytes(self) -> float:
+        """Bytes per second that each GPU sends to other nodes."""
+        return self.plan_network * 1e9
+
+    @property
     def profile_steps(self) -> tuple[int, int] | None:
         """First and last step to profile, or None.
 

@@ -51,6 +51,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
         _check_rewrite_jit(config)
     _check_fp8(config)
     _check_frozen(config, sizes)
+    check_planned_machine(config)
     check_optimizer(config.optimizer)
     check_experts(config, sizes)
     on_tensor_axis(config).check_tensor_axis(sizes.tensor)
@@ -99,6 +100,14 @@ def _check_whole_numbers(config: Config) -> None:
             f" most {_LARGEST} tokens in a batch; make one smaller"
         )
     check_seed(config.seed)
+
+
+def check_planned_machine(config: Config) -> None:
+    """Raises ValueError for a number of GPUs or a network that no machine has."""
+    if config.devices is not None and not 1 <= config.devices <= _LARGEST:
+        raise ValueError(f"devices={config.devices}: expected 1 to {_LARGEST} GPUs")
+    if not 0 < config.plan_network < math.inf:
+        raise ValueError(f"plan_network={config.plan_network}: expected a positive number of GB/s")
 
 
 def _check_overlap(value: str) -> None:

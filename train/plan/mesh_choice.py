@@ -12,7 +12,7 @@ from train.dry_run import GPUS
 from train.mesh import mesh_sizes
 from train.plan.candidates import MARGIN
 from train.plan.memory_estimate import predict_memory
-from train.plan.step_time import network_bytes_of, predict, unpredicted_reason
+from train.plan.step_time import predict, unpredicted_reason
 
 #: Where a checkpoint's configuration has the mesh of the run.
 SAVED_SIZES = "mesh_sizes"
@@ -66,8 +66,7 @@ def _seconds(config: Config, sizes: MeshSizes, device_kind: str) -> float | None
     [memory] = (g.memory for g in GPUS.values() if g.device.device_kind == device_kind)
     if predict_memory(config, sizes).total > memory * (1 - MARGIN):
         return None
-    network = network_bytes_of(config)
-    return predict(config, sizes, device_kind, network_bytes=network).time.total
+    return predict(config, sizes, device_kind, network_bytes=config.network_bytes).time.total
 
 
 def _sizes_before(config: Config) -> MeshSizes | None:

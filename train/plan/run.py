@@ -11,7 +11,6 @@ from train.metrics import Record
 from train.plan.step_time import (
     Prediction,
     milliseconds,
-    network_bytes_of,
     predict,
     unpredicted_reason,
 )
@@ -32,9 +31,10 @@ def predict_run(config: Config, sizes: MeshSizes, device_kind: str, attention: s
     reason = unpredicted_reason(config, device_kind)
     if reason is not None:
         raise ValueError(f"no step time is predicted: {reason}")
-    network = network_bytes_of(config)
     config = dataclasses.replace(config, model=config.model.padded_for(sizes.tensor))
-    return predict(config, sizes, device_kind, network_bytes=network, attention=attention)
+    return predict(
+        config, sizes, device_kind, network_bytes=config.network_bytes, attention=attention
+    )
 
 
 def describe_step_time(prediction: Prediction, records: Sequence[Record]) -> str:

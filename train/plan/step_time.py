@@ -71,17 +71,6 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.{1 if seconds < 0.0995 else 0}f} ms"
 
 
-def network_bytes_of(config: Config) -> float:
-    """Bytes per second that each GPU sends to other nodes, as the configuration says.
-
-    Raises:
-      ValueError: if that is not a positive number.
-    """
-    if not 0 < config.plan_network < math.inf:
-        raise ValueError(f"plan_network={config.plan_network}: expected a positive number of GB/s")
-    return config.plan_network * 1e9
-
-
 def unpredicted_reason(config: Config, device_kind: str) -> str | None:
     """Why no step time is predicted, or None."""
     if device_kind not in RATES:

@@ -10,6 +10,7 @@ import jax
 from rich.console import Console
 
 from train.config import Config, MeshConfig, MeshSizes
+from train.config_checks import check_planned_machine
 from train.device_memory import memory_limit
 from train.dry_run import GPUS, attention_kernel
 from train.mesh import make_abstract_mesh
@@ -23,7 +24,7 @@ from train.plan.candidates import (
     planned_batch_size,
 )
 from train.plan.rates import RATES
-from train.plan.step_time import milliseconds, network_bytes_of, unpredicted_reason
+from train.plan.step_time import milliseconds, unpredicted_reason
 
 _ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6
 #: Flags that a plan chooses, and those that ask for one: what its command does not repeat.
@@ -77,9 +78,7 @@ def machine_of(config: Config) -> Machine:
     here = config.device is None and jax.default_backend() == "gpu"
     if config.devices is None and not here:
         raise ValueError("devices: expected the number of GPUs that the plan is for; add --devices")
-    if config.devices is not None and config.devices < 1:
-        raise ValueError(f"devices={config.devices}: expected at least 1")
-    network = network_bytes_of(config)
+    check_planned_machine(config)
     if here:
         device = jax.local_devices()[0]
         kind, memory = device.device_kind, memory_limit(device)[0]
@@ -95,7 +94,7 @@ def machine_of(config: Config) -> Machine:
     alone = dataclasses.replace(config, batch_size=1, gradient_accumulation_steps=1)
     kernel = attention_kernel(alone, sizes, make_abstract_mesh(sizes, abstract))
     devices = config.devices or jax.device_count()
-    return Machine(devices, kind, memory, network, kernel)
+    return Machine(devices, kind, memory, config.network_bytes, kernel)
 
 
 def _in_8_bits(config: Config, machine: Machine) -> list[Candidate]:
