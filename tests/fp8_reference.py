@@ -16,9 +16,9 @@ import numpy as np
 
 import collective_matmul
 from collective_matmul.operands.format import FORMATS
-from collective_matmul.operands.packed_rows import PackedRows
 from collective_matmul.operands.recipes.recipe import Recipe
-from collective_matmul.operands.scaled_matrix import ScaledMatrix
+from collective_matmul.operands.scaled.packed_rows import PackedRows
+from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix
 from tests.reference import AXIS, Case, Comparison, Outcome
 
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul import OVERLAP_OPTIONS, compiler, explain, log, overlap, overlap_jit
+from collective_matmul import OVERLAP_OPTIONS, explain, log, overlap, overlap_jit
+from collective_matmul.jit import compiler
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, Case

@@ -16,8 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
-from collective_matmul.compiler_sharding import communicating_equation
-from collective_matmul.layers import Column, Heads, Row, parallelize
+from collective_matmul.jit.compiler_sharding import communicating_equation
+from collective_matmul.layers import Column, Heads, Row
+from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.reference import AXIS
 
 DEVICES = 4

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from collective_matmul import compiler, deciding_function, explain, overlap_jit
+from collective_matmul import explain, overlap_jit
+from collective_matmul.jit import compiler, deciding_function
+from collective_matmul.jit.peer_decision import PeerKernelDecision
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
-from collective_matmul.peer_decision import PeerKernelDecision
 
 FEW, MANY = np.ones(3, np.float32), np.ones(5, np.float32)
 

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul
 from collective_matmul.operands.format import FORMATS
-from collective_matmul.operands.packed_rows import pack
 from collective_matmul.operands.recipes.recipe import Recipe
-from collective_matmul.operands.scaled_matrix import ScaledMatrix
-from collective_matmul.operands.scaling import BLOCK
+from collective_matmul.operands.scaled.packed_rows import pack
+from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix
+from collective_matmul.operands.scaled.scaling import BLOCK
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import OVERLAP_OPTIONS, all_gather_matmul, matmul_reduce_scatter
 from collective_matmul.operands.format import FORMATS
-from collective_matmul.operands.packed_rows import PackedRows
+from collective_matmul.operands.scaled.packed_rows import PackedRows
 from tests.reference import AXIS
 from tests.train import compiled_memory
 

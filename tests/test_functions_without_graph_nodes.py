@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from collective_matmul import graph_functions, overlap_jit
+from collective_matmul import overlap_jit
+from collective_matmul.jit import graph_functions
 
 
 class Scale:

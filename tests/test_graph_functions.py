@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import explain, overlap, overlap_jit
-from collective_matmul.graph_functions import StaticArguments
+from collective_matmul.jit.graph_functions import StaticArguments
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
 from tests.conftest import MeshFactory
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from collective_matmul import compiler, log, overlap_jit, peer_decision
-from collective_matmul.deciding_function import WrongVariantError, deciding
+from collective_matmul import log, overlap_jit
 from collective_matmul.dispatch import selection
 from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.jit import compiler, peer_decision
+from collective_matmul.jit.deciding_function import WrongVariantError, deciding
 from tests.dispatch.sites import BFLOAT16, H200
 from tests.explained import arguments, on
 from tests.hopper import needs_kernels

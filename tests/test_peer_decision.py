@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import all_gather_matmul, explain, overlap, overlap_jit
 from collective_matmul.dispatch.run_counts import PROCESS_COUNTER
 from collective_matmul.explain import Explanation
+from collective_matmul.jit.peer_decision import MARGIN, PeerKernelDecision, decide_once
 from collective_matmul.layers import ColumnParallelLinear, RowParallelLinear
 from collective_matmul.peer_access import UNDECIDED, peer_kernels_allowed
-from collective_matmul.peer_decision import MARGIN, PeerKernelDecision, decide_once
 from tests.dispatch.sites import BFLOAT16, H200
 from tests.explained import arguments, blocks, flat_arguments, on, plain
 from tests.hopper import needs_kernels

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from collective_matmul.data import Run
-from collective_matmul.dispatch import lookup
-from collective_matmul.dispatch.lookup import Comparison
-from collective_matmul.dispatch.table import Entry, Table
+from collective_matmul.dispatch.tables import lookup
+from collective_matmul.dispatch.tables.lookup import Comparison
+from collective_matmul.dispatch.tables.table import Entry, Table
 from collective_matmul.ops.matmul.request import Site
 from tests.dispatch.sites import site_of
 

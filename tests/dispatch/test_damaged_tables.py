@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collective_matmul.dispatch import table_files
-from collective_matmul.dispatch.lookup import look_up
-from collective_matmul.dispatch.table import Table
+from collective_matmul.dispatch.tables import table_files
+from collective_matmul.dispatch.tables.lookup import look_up
+from collective_matmul.dispatch.tables.table import Table
 from collective_matmul.log import warn_once
 from tests.dispatch.tables import entry, layer, table_of
 

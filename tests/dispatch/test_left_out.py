@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 
-from collective_matmul.dispatch import table_files
-from collective_matmul.dispatch.lookup import BRACKET, Comparison, look_up
-from collective_matmul.dispatch.table import Entry, Table
+from collective_matmul.dispatch.tables import table_files
+from collective_matmul.dispatch.tables.lookup import BRACKET, Comparison, look_up
+from collective_matmul.dispatch.tables.table import Entry, Table
 from collective_matmul.ops.matmul.backends import BACKENDS, REFERENCE
 from collective_matmul.ops.matmul.request import Site
 

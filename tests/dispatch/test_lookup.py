@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from collective_matmul.dispatch.lookup import Comparison, look_up
-from collective_matmul.dispatch.table import Entry, Table
+from collective_matmul.dispatch.tables.lookup import Comparison, look_up
+from collective_matmul.dispatch.tables.table import Entry, Table
 from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul.checks import RecipeName

@@ -15,9 +15,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import hardware
-from collective_matmul.dispatch import assessment, selection, table_files
+from collective_matmul.dispatch import assessment, selection
 from collective_matmul.dispatch.recording import Decision, record_decisions
 from collective_matmul.dispatch.selection import choose
+from collective_matmul.dispatch.tables import table_files
 from collective_matmul.log import warn_once
 from collective_matmul.ops.matmul import xla
 from collective_matmul.ops.matmul.backends import BACKENDS

@@ -19,10 +19,11 @@ import pytest
 
 from collective_matmul import data
 from collective_matmul.data import Run
-from collective_matmul.dispatch import selection, table_files
-from collective_matmul.dispatch.lookup import look_up
-from collective_matmul.dispatch.table import Table
-from collective_matmul.dispatch.table_files import cache_path
+from collective_matmul.dispatch import selection
+from collective_matmul.dispatch.tables import table_files
+from collective_matmul.dispatch.tables.lookup import look_up
+from collective_matmul.dispatch.tables.table import Table
+from collective_matmul.dispatch.tables.table_files import cache_path
 from collective_matmul.log import warn_once
 from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.operands.sharded import WeightShards

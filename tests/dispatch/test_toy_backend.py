@@ -31,7 +31,7 @@ from collective_matmul import (
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
-from collective_matmul.dispatch.table_files import cache_path, save
+from collective_matmul.dispatch.tables.table_files import cache_path, save
 from collective_matmul.hardware import rates
 from collective_matmul.operands.multiply import matmul, multiplied
 from collective_matmul.ops.matmul.backend import MatmulBackend

@@ -14,7 +14,8 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.layers import Heads, parallelize
+from collective_matmul.layers import Heads
+from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.conftest import MeshFactory
 from tests.layers.reference import assert_close, exhaustive, random, result_and_gradients
 

@@ -15,7 +15,8 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.layers import Column, Heads, Row, parallelize
+from collective_matmul.layers import Column, Heads, Row
+from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
     assert_close,

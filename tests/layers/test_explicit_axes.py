@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
 from collective_matmul._compat import ShardingTypeError
-from collective_matmul.layers import Column, Row, parallelize
+from collective_matmul.layers import Column, Row
+from collective_matmul.layers.parallelize.parallelize import parallelize
 
 FEATURES, HEADS = 8, 2
 PLAN = {"up": Column(), "down": Row()}

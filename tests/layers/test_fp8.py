@@ -20,8 +20,8 @@ from collective_matmul.layers import (
     Heads,
     Row,
     RowParallelLinear,
-    parallelize,
 )
+from collective_matmul.layers.parallelize.parallelize import parallelize
 from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
 from tests.layers.reference import (

@@ -12,13 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from collective_matmul.layers import (
-    Column,
-    ColumnParallelLinear,
-    Row,
-    RowParallelLinear,
-    parallelize,
-)
+from collective_matmul.layers import Column, ColumnParallelLinear, Row, RowParallelLinear
+from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
     SHARDED,

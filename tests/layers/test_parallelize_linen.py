@@ -12,7 +12,8 @@ from flax import linen
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.layers import Column, Row, parallelize
+from collective_matmul.layers import Column, Row
+from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.conftest import MeshFactory
 from tests.layers.reference import assert_close, assert_identical, random, result_and_gradients
 

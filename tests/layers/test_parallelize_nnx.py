@@ -15,13 +15,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
-from collective_matmul.layers import (
-    Column,
-    ColumnParallelLinear,
-    Row,
-    RowParallelLinear,
-    parallelize,
-)
+from collective_matmul.layers import Column, ColumnParallelLinear, Row, RowParallelLinear
+from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
     assert_close,
@@ -283,8 +278,8 @@ class Experts(nnx.Module):
         ),
         (
             lambda rngs: ColumnParallelLinear(4, 8, rngs=rngs),
-            "'0' is a ColumnParallelLinear, defined in collective_matmul.layers.linear; Column()"
-            " takes nnx.Linear, nnx.LinearGeneral, nnx.LoRALinear and nnx.LoRA."
+            "'0' is a ColumnParallelLinear, defined in collective_matmul.layers.linear.linear;"
+            " Column() takes nnx.Linear, nnx.LinearGeneral, nnx.LoRALinear and nnx.LoRA."
             " Layers of collective_matmul are parallel by"
             " their own arguments, such as axis_name: leave it out of the plan",
         ),

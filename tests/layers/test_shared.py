@@ -12,14 +12,8 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.layers import (
-    Column,
-    Row,
-    Shared,
-    parallelize,
-    prequantize_kernels,
-    shared_gather,
-)
+from collective_matmul.layers import Column, Row, Shared, prequantize_kernels, shared_gather
+from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
     assert_close,

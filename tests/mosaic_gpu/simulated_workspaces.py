@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective_matmul.mosaic_gpu import symmetric_workspace
-from collective_matmul.mosaic_gpu.peer_memory import Address
-from collective_matmul.mosaic_gpu.peer_waits import Awaited
-from collective_matmul.mosaic_gpu.tiling import Tiling
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import Tiling
+from collective_matmul.mosaic_gpu.peers import symmetric_workspace
+from collective_matmul.mosaic_gpu.peers.peer_memory import Address
+from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited
 from tests.mosaic_gpu.simulation import AXIS, Actor, Simulation
 
 #: Of every other address the lower word is negative.

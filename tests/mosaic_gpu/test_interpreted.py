@@ -17,9 +17,18 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.mosaic_gpu import chunk_matmul, device
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows, contract_chunks, multiply_chunks
-from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, MatmulProblem, Tiling
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu.hopper_matmul import chunk_matmul
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import (
+    Rows,
+    contract_chunks,
+    multiply_chunks,
+)
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
+    SHARED_MEMORY_BYTES,
+    MatmulProblem,
+    Tiling,
+)
 from collective_matmul.operands.multiply import contract
 from collective_matmul.ops.matmul.backends import BACKENDS
 from tests.ops.matmul.requests import request_of

@@ -21,12 +21,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from collective_matmul.mosaic_gpu import chunk_matmul, device, tiling
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows, shared_launch
-from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES
-from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling
-from collective_matmul.operands import scaled_chunks
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu.hopper_matmul import chunk_matmul, tiling
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import Rows, shared_launch
+from collective_matmul.mosaic_gpu.hopper_matmul.tile_scheduler import BLOCK_AXES
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import MatmulProblem, Tiling
 from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.scaled import scaled_chunks
 from collective_matmul.schedule.schedules import Use, make_schedule
 from tests.conftest import MeshFactory
 from tests.covering import cover

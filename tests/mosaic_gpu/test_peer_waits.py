@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from collective_matmul.mosaic_gpu import peer_waits, timeout_reports
-from collective_matmul.mosaic_gpu.peer_memory import Address
-from collective_matmul.mosaic_gpu.peer_waits import Awaited
-from collective_matmul.mosaic_gpu.timeout_reports import (
+from collective_matmul.mosaic_gpu.peers import peer_waits, timeout_reports
+from collective_matmul.mosaic_gpu.peers.peer_memory import Address
+from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited
+from collective_matmul.mosaic_gpu.peers.timeout_reports import (
     OFFSETS,
     TIMEOUT_VARIABLE,
     timeout_seconds,

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 import pytest
 
-from collective_matmul.mosaic_gpu import rendezvous, symmetric_workspace
-from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP, Address, ThreadScope
-from collective_matmul.mosaic_gpu.peer_waits import Awaited
-from collective_matmul.mosaic_gpu.rendezvous import MAX_BUFFERS, POINTER_BYTES, Rendezvous
+from collective_matmul.mosaic_gpu.peers import rendezvous, symmetric_workspace
+from collective_matmul.mosaic_gpu.peers.peer_memory import WARPGROUP, Address, ThreadScope
+from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited
+from collective_matmul.mosaic_gpu.peers.rendezvous import MAX_BUFFERS, POINTER_BYTES, Rendezvous
 from tests.mosaic_gpu.simulated_workspaces import (
     WorkspaceSimulation,
     as_int32,

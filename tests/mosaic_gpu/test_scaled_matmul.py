@@ -16,10 +16,10 @@ from jax import ShapeDtypeStruct
 
 from collective_matmul._compat import MULTIPLIES_MIXED_FP8
 from collective_matmul.mosaic_gpu import device
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows
-from collective_matmul.operands import scaled_chunks
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import Rows
 from collective_matmul.operands.format import FORMATS
-from collective_matmul.operands.scaled_matrix import ScaledMatrix
+from collective_matmul.operands.scaled import scaled_chunks
+from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix
 from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.request import Op
 from tests.dispatch.sites import site_of

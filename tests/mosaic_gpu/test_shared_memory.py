@@ -21,17 +21,17 @@ import numpy as np
 import pytest
 
 from collective_matmul import peer_access
-from collective_matmul.mosaic_gpu import (
+from collective_matmul.mosaic_gpu import requirements
+from collective_matmul.mosaic_gpu.peers import (
     process_group,
-    requirements,
     shared_memory,
     symmetric_workspace,
     timeout_reports,
     virtual_memory,
 )
-from collective_matmul.mosaic_gpu.process_group import ProcessGroup, SharingError
-from collective_matmul.mosaic_gpu.shared_memory import Pools, SharedMemory, share, share_pools
-from collective_matmul.mosaic_gpu.timeout_reports import TIMEOUT_VARIABLE
+from collective_matmul.mosaic_gpu.peers.process_group import ProcessGroup, SharingError
+from collective_matmul.mosaic_gpu.peers.shared_memory import Pools, SharedMemory, share, share_pools
+from collective_matmul.mosaic_gpu.peers.timeout_reports import TIMEOUT_VARIABLE
 from tests.mosaic_gpu.simulated_driver import (
     GRANULARITY,
     NOT_SUPPORTED,

@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
 from collective_matmul._compat import device_constant
-from collective_matmul.mosaic_gpu import rendezvous, symmetric_workspace, timeout_reports
-from collective_matmul.mosaic_gpu.peer_memory import VECTOR_BYTES
-from collective_matmul.mosaic_gpu.rendezvous import MAX_BUFFERS, POINTER_BYTES
+from collective_matmul.mosaic_gpu.peers import rendezvous, symmetric_workspace, timeout_reports
+from collective_matmul.mosaic_gpu.peers.peer_memory import VECTOR_BYTES
+from collective_matmul.mosaic_gpu.peers.rendezvous import MAX_BUFFERS, POINTER_BYTES
 
 Patch = pytest.MonkeyPatch
 

@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 
 from collective_matmul import data
-from collective_matmul.mosaic_gpu import tiling as module
-from collective_matmul.mosaic_gpu.tiling import (
+from collective_matmul.mosaic_gpu.hopper_matmul import tiling as module
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
     SHARED_MEMORY_BYTES,
     MatmulProblem,
     MeasuredTiling,

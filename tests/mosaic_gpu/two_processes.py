@@ -14,8 +14,8 @@ import numpy as np
 
 from collective_matmul import peer_access
 from collective_matmul._compat import key_value_store
-from collective_matmul.mosaic_gpu import (
-    requirements,
+from collective_matmul.mosaic_gpu import requirements
+from collective_matmul.mosaic_gpu.peers import (
     shared_memory,
     symmetric_workspace,
     timeout_reports,

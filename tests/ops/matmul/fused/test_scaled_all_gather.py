@@ -14,11 +14,11 @@ import pytest
 from jax import ShapeDtypeStruct, lax
 from jax.experimental import pallas as pl
 
-from collective_matmul.mosaic_gpu.scaled_kernel import can_scale
-from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, Tiling
+from collective_matmul.mosaic_gpu.hopper_matmul.scaled_kernel import can_scale
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import SHARED_MEMORY_BYTES, Tiling
 from collective_matmul.operands.format import FORMATS
-from collective_matmul.operands.packed_rows import PackedRows
-from collective_matmul.operands.scaled_chunks import column_scales
+from collective_matmul.operands.scaled.packed_rows import PackedRows
+from collective_matmul.operands.scaled.scaled_chunks import column_scales
 from collective_matmul.ops.matmul.fused import all_gather_kernel
 from collective_matmul.ops.matmul.fused.all_gather import all_gather_unsupported_reason
 from collective_matmul.ops.matmul.fused.all_gather_config import AllGatherConfig, AllGatherProblem
