@@ -1,6 +1,7 @@
 """What the ops compute with operands in 8 bits, in float64: the products of the quantized operands.
 
-Operands are quantized as the library does, device by device; tests/test_fp8.py tests that itself.
+Operands are quantized as the library does, device by device; tests/operands/test_fp8.py tests that
+itself.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.transport import TRANSPORTS, transport_over
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200, tracing_for
-from tests.dispatch.tables import KIND, entry, layer
+from tests.dispatch.tables.example_tables import KIND, entry, layer
 
 
 @pytest.fixture

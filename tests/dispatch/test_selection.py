@@ -27,7 +27,7 @@ from collective_matmul.ops.matmul.ring.backend import RINGS
 from collective_matmul.peer_access import peer_kernels_allowed
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200, site_of, tracing_for
-from tests.dispatch.tables import entry, layer, measure_as, table_of
+from tests.dispatch.tables.example_tables import entry, layer, measure_as, table_of
 from tests.reference import AXIS, OPS, Case
 
 every_op = pytest.mark.parametrize("op", OPS)

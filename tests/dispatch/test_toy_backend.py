@@ -40,7 +40,7 @@ from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.xla import Xla, xla_seconds
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200, site_of, tracing_for
-from tests.dispatch.tables import entry, measure_as
+from tests.dispatch.tables.example_tables import entry, measure_as
 
 NAME = "two_halves"
 

@@ -48,8 +48,8 @@ from collective_matmul.schedule.walk import Gather, Ring, walk_gather, walk_scat
 from collective_matmul.source_location import SourceLocation, calling_location
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200
-from tests.dispatch.tables import entry
-from tests.dispatch.tables import layer as matmul_layer
+from tests.dispatch.tables.example_tables import entry
+from tests.dispatch.tables.example_tables import layer as matmul_layer
 
 NAME = "gathered_softmax"
 SOFTMAXES = Registry(renamed={"spiral": "ring"})

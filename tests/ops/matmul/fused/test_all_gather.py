@@ -32,7 +32,11 @@ from collective_matmul.ops.matmul.fused.all_gather_kernel import AllGatherGemm
 from collective_matmul.ops.matmul.fused.all_gather_sender import Sender
 from tests.conftest import MeshFactory
 from tests.hopper import assert_an_ordinary_kernel, needs_kernels
-from tests.mosaic_gpu.test_interpreted import assert_sum_of_products, interpreter, needs_interpreter
+from tests.mosaic_gpu.hopper_matmul.test_interpreted import (
+    assert_sum_of_products,
+    interpreter,
+    needs_interpreter,
+)
 from tests.reference import AXIS
 
 

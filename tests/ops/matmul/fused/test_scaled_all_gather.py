@@ -26,7 +26,11 @@ from collective_matmul.ops.matmul.fused.all_gather_kernel import ScaledAllGather
 from collective_matmul.ops.matmul.fused.all_gather_search import candidate_all_gather_configs
 from tests.fp8_reference import dequantized, quantize_rows, quantize_weights
 from tests.hopper import needs_kernels
-from tests.mosaic_gpu.test_interpreted import assert_sum_of_products, interpreter, needs_interpreter
+from tests.mosaic_gpu.hopper_matmul.test_interpreted import (
+    assert_sum_of_products,
+    interpreter,
+    needs_interpreter,
+)
 from tests.ops.matmul.fused.test_all_gather import run_the_last_device_alone
 
 E4M3 = jnp.dtype("float8_e4m3fn")

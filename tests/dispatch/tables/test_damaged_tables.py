@@ -16,7 +16,7 @@ from collective_matmul.dispatch.tables import table_files
 from collective_matmul.dispatch.tables.lookup import look_up
 from collective_matmul.dispatch.tables.table import Table
 from collective_matmul.log import warn_once
-from tests.dispatch.tables import entry, layer, table_of
+from tests.dispatch.tables.example_tables import entry, layer, table_of
 
 NESTED = "[" * 100_000
 _DEEP: Any = functools.reduce(lambda inner, _: [inner], range(400), 0)

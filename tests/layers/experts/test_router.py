@@ -20,7 +20,7 @@ from collective_matmul.layers import (
     router_z_loss,
     updated_bias,
 )
-from tests.layers.expert_reference import dense_losses, dense_router
+from tests.layers.experts.expert_reference import dense_losses, dense_router
 from tests.layers.reference import assert_close, assert_identical, random
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")

@@ -17,7 +17,7 @@ from collective_matmul.dispatch.recording import force_retrace, record_decisions
 from collective_matmul.dispatch.selection import UnsupportedSiteError
 from collective_matmul.log import warn_once
 from tests.conftest import MeshFactory
-from tests.dispatch.tables import measure_as
+from tests.dispatch.tables.example_tables import measure_as
 
 X, W = np.ones((4, 8), "float32"), np.ones((8, 4), "float32")
 NOTHING = np.zeros((4, 4), "float32")

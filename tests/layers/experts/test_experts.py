@@ -24,7 +24,7 @@ from collective_matmul.layers import (
 )
 from collective_matmul.log import warn_once
 from tests.conftest import MeshFactory
-from tests.layers.expert_reference import dense_experts, dense_losses, dense_router
+from tests.layers.experts.expert_reference import dense_experts, dense_losses, dense_router
 from tests.layers.reference import CONTEXTS, assert_close, exhaustive, pure, random
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")

@@ -22,10 +22,10 @@ from collective_matmul import collective_einsum, explain
 from collective_matmul.ops.matmul.backends import BACKENDS
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import BFLOAT16, H200
-from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
+from tests.ops.matmul.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
+from tests.ops.matmul.test_transforms import assert_same, result_and_gradients
 from tests.reference import AXIS, assert_close, poisoned_results
 from tests.rewrite.simulator import simulated_or_compiled
-from tests.test_transforms import assert_same, result_and_gradients
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 

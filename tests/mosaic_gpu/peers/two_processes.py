@@ -1,4 +1,6 @@
-"""Two processes that share memory, each `python -m tests.mosaic_gpu.two_processes ADDRESS NUMBER`.
+"""Two processes that share memory.
+
+Each is `python -m tests.mosaic_gpu.peers.two_processes ADDRESS NUMBER`.
 
 JAX has one simulated device in each, and the driver is simulated.
 """
@@ -22,7 +24,7 @@ from collective_matmul.mosaic_gpu.peers import (
     virtual_memory,
 )
 from tests import processes
-from tests.mosaic_gpu.simulated_driver import GRANULARITY, SimulatedDriver
+from tests.mosaic_gpu.peers.simulated_driver import GRANULARITY, SimulatedDriver
 
 ENVIRONMENT = {
     "JAX_NUM_CPU_DEVICES": "1",
@@ -34,7 +36,7 @@ ENVIRONMENT = {
 
 def run_two_processes() -> None:
     """Runs both, and asserts that they have found what they expect."""
-    processes.run("tests.mosaic_gpu.two_processes", [ENVIRONMENT] * 2, [[]] * 2)
+    processes.run("tests.mosaic_gpu.peers.two_processes", [ENVIRONMENT] * 2, [[]] * 2)
 
 
 def main(address: str, number: int) -> None:

@@ -32,13 +32,13 @@ from collective_matmul.mosaic_gpu.peers import (
 from collective_matmul.mosaic_gpu.peers.process_group import ProcessGroup, SharingError
 from collective_matmul.mosaic_gpu.peers.shared_memory import Pools, SharedMemory, share, share_pools
 from collective_matmul.mosaic_gpu.peers.timeout_reports import TIMEOUT_VARIABLE
-from tests.mosaic_gpu.simulated_driver import (
+from tests.mosaic_gpu.peers.simulated_driver import (
     GRANULARITY,
     NOT_SUPPORTED,
     OUT_OF_MEMORY,
     SimulatedDriver,
 )
-from tests.mosaic_gpu.two_processes import run_two_processes
+from tests.mosaic_gpu.peers.two_processes import run_two_processes
 
 Patch = pytest.MonkeyPatch
 

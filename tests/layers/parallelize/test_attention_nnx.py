@@ -301,9 +301,10 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "own call": (
         lambda: CallsOtherwise(nnx.Rngs(0)),
         Heads(),
-        "plan['0']: '0' is a CallsOtherwise, defined in tests.layers.test_attention_nnx; Heads()"
-        " takes nnx.MultiHeadAttention, and subclasses that inherit its __call__; this one has its"
-        " own. Column() and Row() take the linear layers inside it",
+        "plan['0']: '0' is a CallsOtherwise, defined in"
+        " tests.layers.parallelize.test_attention_nnx; Heads() takes nnx.MultiHeadAttention, and"
+        " subclasses that inherit its __call__; this one has its own. Column() and Row() take the"
+        " linear layers inside it",
     ),
     "linear": (
         lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)),

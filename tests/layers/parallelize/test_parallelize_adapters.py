@@ -15,6 +15,7 @@ from flax import nnx
 from collective_matmul.layers import Column, ColumnParallelLinear, Row, RowParallelLinear
 from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.conftest import MeshFactory
+from tests.layers.linear.test_lora import equations
 from tests.layers.reference import (
     SHARDED,
     assert_close,
@@ -25,7 +26,6 @@ from tests.layers.reference import (
     random,
     unsharded_outcome,
 )
-from tests.layers.test_lora import equations
 
 FEATURES, HIDDEN, RANK = 12, 16, 3
 PLAN = {"up": Column(), "down": Row()}

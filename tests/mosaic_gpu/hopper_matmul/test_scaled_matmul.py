@@ -24,7 +24,7 @@ from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.request import Op
 from tests.dispatch.sites import site_of
 from tests.hopper import skip_without_hopper
-from tests.mosaic_gpu.test_interpreted import interpreter, needs_interpreter
+from tests.mosaic_gpu.hopper_matmul.test_interpreted import interpreter, needs_interpreter
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 #: Tensor cores add the products of an instruction, 32 of them and the sum so far, with 13 bits

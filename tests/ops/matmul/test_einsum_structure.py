@@ -17,7 +17,7 @@ from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.ring.backend import RINGS
 from collective_matmul.schedule.schedules import Schedule, Use, make_schedule
 from tests.conftest import MeshFactory
-from tests.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
+from tests.ops.matmul.einsum_reference import FORMS, EinsumCase, case_of, on_stacks
 from tests.ops.matmul.ring.test_program_structure import (
     ancestors,
     compiled_operations,

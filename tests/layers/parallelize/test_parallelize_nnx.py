@@ -264,8 +264,8 @@ class Experts(nnx.Module):
     [
         (
             Experts,
-            "'0' is a Experts, defined in tests.layers.test_parallelize_nnx; Column() takes"
-            " nnx.Linear, nnx.LinearGeneral, nnx.LoRALinear and nnx.LoRA."
+            "'0' is a Experts, defined in tests.layers.parallelize.test_parallelize_nnx; Column()"
+            " takes nnx.Linear, nnx.LinearGeneral, nnx.LoRALinear and nnx.LoRA."
             " Its parameters are stacked matrices, like those of"
             " experts. To divide experts over devices, build a"
             " collective_matmul.layers.ExpertMLP in its place, and leave it out of the plan",

@@ -20,7 +20,7 @@ from collective_matmul.mosaic_gpu.peers import rendezvous, symmetric_workspace
 from collective_matmul.mosaic_gpu.peers.peer_memory import WARPGROUP, Address, ThreadScope
 from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited
 from collective_matmul.mosaic_gpu.peers.rendezvous import MAX_BUFFERS, POINTER_BYTES, Rendezvous
-from tests.mosaic_gpu.simulated_workspaces import (
+from tests.mosaic_gpu.peers.simulated_workspaces import (
     WorkspaceSimulation,
     as_int32,
     assert_mistake_is_found,

@@ -29,7 +29,7 @@ from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul.request import Einsum, Site
 from tests.dispatch.sites import BFLOAT16, site_of
-from tests.dispatch.tables import KIND, RUN, entry, layer, table_of
+from tests.dispatch.tables.example_tables import KIND, RUN, entry, layer, table_of
 from tests.reference import AXIS
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import MeshFactory
-from tests.einsum_reference import EinsumCase
+from tests.ops.matmul.einsum_reference import EinsumCase
 from tests.reference import AXIS, PORTABLE, assert_close, poisoned_results
 from tests.rewrite.simulator import simulated_or_compiled
 

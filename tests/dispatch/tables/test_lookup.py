@@ -14,7 +14,7 @@ from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.ops.matmul.request import Einsum, Op, Site
 from tests.dispatch.sites import BFLOAT16, site_of
-from tests.dispatch.tables import entry, layer, table_of
+from tests.dispatch.tables.example_tables import entry, layer, table_of
 from tests.reference import AXIS
 
 EINSUM = Einsum("sd,df->sf", (), accumulates=False)

@@ -23,9 +23,9 @@ from collective_matmul import (
 from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
 from tests.fp8_reference import Fp8Case
+from tests.ops.matmul.test_fp8_ops import case_of
+from tests.ops.matmul.test_quantized_weights import drawn
 from tests.reference import AXIS, OPS
-from tests.test_fp8_ops import case_of
-from tests.test_quantized_weights import drawn
 
 #: Of each device: rows of a chunk, as case_of has them, contracted numbers, and columns.
 DEVICES, ROWS, K = 4, "4x3", 136
