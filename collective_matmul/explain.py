@@ -11,14 +11,14 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from collective_matmul.compiler import PeerKernels, check_peer_kernels, renamed_fused
 from collective_matmul.dispatch.decision_table import WIDTH, Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
 from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import RunCounter, count_runs
-from collective_matmul.graph_functions import check_function
+from collective_matmul.jit.compiler import PeerKernels, check_peer_kernels, renamed_fused
+from collective_matmul.jit.graph_functions import check_function
+from collective_matmul.jit.peer_decision import NO_SITE, PeerKernelDecision, decide
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
-from collective_matmul.peer_decision import NO_SITE, PeerKernelDecision, decide
 from collective_matmul.rewrite import FoundSite, rewritten_program, sites_and_keys, traced_program
 from collective_matmul.rewrite.find.placements import auto_axes
 from collective_matmul.rewrite.find.report import collective_key, record_considered

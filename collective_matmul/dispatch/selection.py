@@ -18,10 +18,10 @@ from collective_matmul.dispatch.assessment import (
     unsupported_reason,
 )
 from collective_matmul.dispatch.contract import Backend, Backends, Request
-from collective_matmul.dispatch.lookup import Comparison
 from collective_matmul.dispatch.recording import Decision, PeerAlternative, record
 from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import numbered
+from collective_matmul.dispatch.tables.lookup import Comparison
 from collective_matmul.hardware import rates, traced_device
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import peer_kernels_allowed, peer_kernels_undecided

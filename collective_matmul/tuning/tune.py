@@ -18,13 +18,13 @@ import jax
 
 from collective_matmul.agreement import of_first_process
 from collective_matmul.data import Run
-from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.contract import COMPUTE_ONLY, Request
 from collective_matmul.dispatch.recording import decisions_of
 from collective_matmul.dispatch.registry import OPS, REFERENCE, current_name
-from collective_matmul.dispatch.table import Entry, Table
-from collective_matmul.dispatch.table_files import writable_path
+from collective_matmul.dispatch.tables import table_files
+from collective_matmul.dispatch.tables.table import Entry, Table
+from collective_matmul.dispatch.tables.table_files import writable_path
 from collective_matmul.hardware import how_to_simulate
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.transport import Transport, transport_between

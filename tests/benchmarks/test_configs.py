@@ -18,7 +18,7 @@ from benchmarks.configs import Configs, Outcome, fastest
 from benchmarks.isolated import HUNG, Message
 from benchmarks.ops import Op
 from collective_matmul.data import MeasuredData
-from collective_matmul.mosaic_gpu.tiling import MatmulProblem
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import MatmulProblem
 from collective_matmul.ops.matmul.backends import register, unregister
 from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.xla import Xla

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import __main__ as command
 from collective_matmul import all_gather_matmul, explain, tune
-from collective_matmul.dispatch.table import COMPUTE_ONLY, Table
-from collective_matmul.dispatch.table_files import cache_path
+from collective_matmul.dispatch.tables.table import COMPUTE_ONLY, Table
+from collective_matmul.dispatch.tables.table_files import cache_path
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul import model_requests
 from collective_matmul.ops.matmul.backends import BACKENDS
