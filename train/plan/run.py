@@ -6,8 +6,8 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from train.config import Config, MeshSizes
-from train.metrics import Record
+from train.config.config import Config, MeshSizes
+from train.log.metrics import Record
 from train.plan.step_time import (
     Prediction,
     milliseconds,
