@@ -11,8 +11,8 @@ from flax import traverse_util
 
 from models.adapters import Training
 from models.checkpoint.saved_checkpoint import find_checkpoint
-from train.checkpoint.initial_weights import model_folder, with_model_of
 from train.config.config import Config
+from train.config.model_folder import model_folder, with_model_of
 
 #: Fields with fine-tuning defaults, by dotted name.
 _FINE_TUNING = ("optimizer.learning_rate", "optimizer.warmup_steps", "sequence_length")

@@ -131,6 +131,20 @@ class Record:
         return fields
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model makes of held-out text; the field names are the keys of the log file."""
+
+    loss: float
+    """Mean cross-entropy per token, in nats."""
+    perplexity: float
+    """The exponential of the loss."""
+    tokens: int
+    """Number of tokens that were predicted and count."""
+    seconds: float
+    """Wall time."""
+
+
 class Meter:
     """Turns times and counts into records.
 

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from train.log.metrics import Record
-from train.run.evaluation import Evaluation
+from train.log.metrics import Evaluation, Record
 
 
 class Writer(Protocol):

@@ -7,6 +7,9 @@ get more. The rest is for what others allocate: CUDA, NCCL's buffers, cuBLAS.
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
+
+from jax.sharding import AbstractDevice
 
 from train.log.metrics import Device
 
@@ -82,3 +85,33 @@ def verdict(total: int, limit: int | None, whose: str) -> str:
             f" up to {MARGIN:.1%} more than predicted has been measured"
         )
     return f"does not fit into the {limit:,} bytes {whose}, by {total - limit:,}"
+
+
+class Gpu(NamedTuple):
+    """A kind of GPU to predict for.
+
+    Attributes:
+      device: what JAX knows of it.
+      capacity: its bytes, by its data sheet.
+      remark: what its predictions come from; None for measurements.
+    """
+
+    device: AbstractDevice
+    capacity: int
+    remark: str | None = None
+
+    @property
+    def memory(self) -> int:
+        """The bytes that XLA may allocate."""
+        return int(self.capacity * memory_fraction())
+
+
+GPUS = {
+    "H200": Gpu(AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"), 141 * 10**9),
+    "H100": Gpu(AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"), 80 * 10**9),
+    "A100": Gpu(
+        AbstractDevice("NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu"),
+        80 * 10**9,
+        "times on an A100 are estimated from its data sheet, for xla and rings; none was measured",
+    ),
+}

@@ -8,11 +8,11 @@ from contextlib import suppress
 from train.config.checks import check
 from train.config.config import Config, MeshSizes
 from train.config.defaults import saved_configuration
+from train.memory.device_memory import GPUS
 from train.parallel.mesh import mesh_sizes
 from train.plan.candidates import MARGIN
 from train.plan.memory_estimate import predict_memory
 from train.plan.step_time import predict, unpredicted_reason
-from train.run.dry_run import GPUS
 
 #: Where a checkpoint's configuration has the mesh of the run.
 SAVED_SIZES = "mesh_sizes"

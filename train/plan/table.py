@@ -11,7 +11,7 @@ from rich.console import Console
 
 from train.config.checks import check_planned_machine
 from train.config.config import Config, MeshConfig, MeshSizes
-from train.memory.device_memory import memory_limit
+from train.memory.device_memory import GPUS, memory_limit
 from train.parallel.mesh import make_abstract_mesh
 from train.plan.candidates import (
     MARGIN,
@@ -23,8 +23,8 @@ from train.plan.candidates import (
     planned_batch_size,
 )
 from train.plan.rates import RATES
+from train.plan.run import attention_kernel
 from train.plan.step_time import milliseconds, unpredicted_reason
-from train.run.dry_run import GPUS, attention_kernel
 
 _ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6
 #: Flags that a plan chooses, and those that ask for one: what its command does not repeat.

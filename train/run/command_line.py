@@ -18,13 +18,13 @@ from rich.console import Console
 
 from models.simulated_devices import simulate_devices
 from train.checkpoint.checkpoint import SaveError
-from train.checkpoint.initial_weights import model_name, with_model_of
 from train.config.config import Config, MeshSizes, OptimizerConfig
 from train.config.config_file import config_text, read_config
 from train.config.context import describe_context
 from train.config.defaults import describe_defaults, implied, with_values
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
+from train.config.model_folder import model_name, with_model_of
 from train.config.presets import PRESETS
 from train.config.renamed import current_arguments
 from train.log.metrics import Record
@@ -34,7 +34,7 @@ from train.parallel.model import describe_trained
 from train.parallel.zero import describe_zero
 from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.mesh_choice import planned_mesh_sizes
-from train.plan.run import describe_step_time, predict_run
+from train.plan.run import attention_kernel, describe_step_time, predict_run
 from train.plan.step_time import unpredicted_reason
 from train.plan.table import CHOSEN, print_plan
 from train.processes.connection import (
@@ -45,7 +45,7 @@ from train.processes.connection import (
     own_name,
 )
 from train.processes.shutdown import Interrupted, Shutdown
-from train.run.dry_run import attention_kernel, device_kind_of, dry_run
+from train.run.dry_run import device_kind_of, dry_run
 from train.run.evaluate_only import evaluate_only
 from train.run.evaluation import evaluated_sequences
 from train.run.loop import NonFiniteError, train

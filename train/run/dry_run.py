@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractMesh
 from rich.console import Console
 from rich.table import Table
 
-from collective_matmul import AttentionDecision, explain, explain_attention
-from train.checkpoint.initial_weights import model_name
+from collective_matmul import explain
 from train.config.checks import check
 from train.config.config import Config, MeshSizes
 from train.config.context import describe_context
 from train.config.defaults import describe_defaults
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
-from train.memory.device_memory import memory_fraction, memory_limit, usable, verdict
+from train.config.model_folder import model_name
+from train.memory.device_memory import GPUS, memory_fraction, memory_limit, usable, verdict
 from train.memory.step_memory import Memory, abstract_batch, advice, memory_of
 from train.optimizer.muon import describe_muon
 from train.optimizer.optimizer import make_optimizer
@@ -26,38 +25,8 @@ from train.parallel.mesh import make_abstract_mesh
 from train.parallel.model import ModelFunctions, describe_trained, state_on_mesh
 from train.parallel.zero import describe_zero
 from train.plan.communication import GPUS_OF_A_NODE
-from train.plan.run import predict_run
+from train.plan.run import attention_kernel, attention_of, predict_run
 from train.step import sharded_step
-
-
-class Gpu(NamedTuple):
-    """A kind of GPU to predict for.
-
-    Attributes:
-      device: what JAX knows of it.
-      capacity: its bytes, by its data sheet.
-      remark: what its predictions come from; None for measurements.
-    """
-
-    device: AbstractDevice
-    capacity: int
-    remark: str | None = None
-
-    @property
-    def memory(self) -> int:
-        """The bytes that XLA may allocate."""
-        return int(self.capacity * memory_fraction())
-
-
-GPUS = {
-    "H200": Gpu(AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"), 141 * 10**9),
-    "H100": Gpu(AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"), 80 * 10**9),
-    "A100": Gpu(
-        AbstractDevice("NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu"),
-        80 * 10**9,
-        "times on an A100 are estimated from its data sheet, for xla and rings; none was measured",
-    ),
-}
 
 
 def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
@@ -141,34 +110,6 @@ def describe_prediction(
         return str(predict_run(config, sizes, device_kind, kernel))
     except ValueError as error:
         return str(error)
-
-
-def attention_kernel(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> str:
-    """The kernel of attention in the layers that see the most tokens."""
-    windows = [config.model.window_of(number) for number in range(config.model.layer_period)]
-    widest = None if None in windows else max(filter(None, windows))
-    return attention_of(config, sizes, mesh, widest).implementation
-
-
-def attention_of(
-    config: Config, sizes: MeshSizes, mesh: AbstractMesh, window: int | None
-) -> AttentionDecision:
-    """The kernel of attention with a sliding window, and why; for a sequence of one document."""
-    model, dtype = config.model, config.compute_dtype
-    groups = sizes.data * sizes.fsdp * config.gradient_accumulation_steps
-    tokens = config.batch_size // groups, config.sequence_length
-    copies = model.key_value_copies(sizes.tensor)
-    query, key = (
-        jax.ShapeDtypeStruct((*tokens, heads // sizes.tensor, model.head_dim), dtype)
-        for heads in (model.num_heads, model.num_key_value_heads * copies)
-    )
-    with jax.sharding.use_abstract_mesh(mesh):
-        return explain_attention(
-            query,
-            key,
-            window=window,
-            implementation=None if config.attention == "auto" else config.attention,
-        )
 
 
 def _print_memory(memory: Memory, config: Config, console: Console) -> None:

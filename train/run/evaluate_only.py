@@ -16,11 +16,12 @@ from train.checkpoint.base_weights import check_base, frozen_weights
 from train.checkpoint.initial_weights import InitialWeights, find_weights
 from train.config.config import Config
 from train.log.log_file import LogFile, check_log_file
+from train.log.metrics import Evaluation
 from train.log.reporter import Reporter
 from train.parallel.model import FROZEN, ModelFunctions
 from train.processes.agreement import together
 from train.processes.connection import is_first
-from train.run.evaluation import Evaluation, Evaluator
+from train.run.evaluation import Evaluator
 from train.run.setup import complete, open_held_out
 
 

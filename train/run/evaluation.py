@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -21,26 +20,13 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import overlap, overlap_jit
 from train.config.config import Config
 from train.data.dataset import TextData
+from train.log.metrics import Evaluation
 from train.parallel.batches import BATCH_SPEC, batch_specs, global_arrays, local_rows
 from train.parallel.mesh import BATCH_AXES, token_axes
 from train.parallel.model import ModelFunctions, Params
 from train.step import FORWARD_SITES, Batch, batch_losses
 
 _WEIGHT_SPEC = P(BATCH_AXES)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a model makes of held-out text; the field names are the keys of the log file."""
-
-    loss: float
-    """Mean cross-entropy per token, in nats."""
-    perplexity: float
-    """The exponential of the loss."""
-    tokens: int
-    """Number of tokens that were predicted and count."""
-    seconds: float
-    """Wall time."""
 
 
 class Evaluator:

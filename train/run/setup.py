@@ -16,9 +16,10 @@ from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.hugging_face.chat_template import read_variables
 from models.hugging_face.writing import keep_origin
 from train.checkpoint.checkpoint import Checkpoints
-from train.checkpoint.initial_weights import InitialWeights, find_weights, with_model_of
+from train.checkpoint.initial_weights import InitialWeights, find_weights
 from train.config.checks import check, check_optimizer
 from train.config.config import Config, MeshSizes
+from train.config.model_folder import with_model_of
 from train.data.dataset import TextData, open_dataset
 from train.log.log_file import check_log_file
 from train.log.trackers import check_trackers, new_run_id

@@ -12,8 +12,8 @@ from models.config import debug
 from models.hugging_face import ModelFolder
 from tests.models.hugging_face.folders import DATA
 from tests.models.hugging_face.tiny_folders import FOLDERS
-from train.checkpoint.initial_weights import with_model_of
 from train.config.config import Config
+from train.config.model_folder import with_model_of
 from train.log.log_file import read_log
 from train.run.command_line import main
 

@@ -27,12 +27,13 @@ from tests.train.test_step import SHORT, Trainer
 from train.config.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.config.context import BACKENDS, context_implementation, describe_context
 from train.log.log_file import read_log
+from train.memory.device_memory import GPUS
 from train.memory.step_memory import memory_of
 from train.parallel.batches import global_arrays, local_rows
 from train.parallel.mesh import make_abstract_mesh, make_mesh
 from train.parallel.model import ModelFunctions, TrainState, state_on_mesh
 from train.run.command_line import main
-from train.run.dry_run import GPUS, dry_run
+from train.run.dry_run import dry_run
 
 MODEL = dataclasses.replace(
     SHORT.model, num_layers=2, features=32, hidden_features=48, num_heads=8, num_key_value_heads=4,

@@ -14,9 +14,9 @@ import pytest
 from models.hugging_face import ModelFolder
 from models.hugging_face.writing import keep_origin
 from tests.models.hugging_face.folders import DATA
-from train.checkpoint.initial_weights import model_name, with_model_of
 from train.config.config import Config, MeshSizes
 from train.config.defaults import describe_defaults, fine_tuning
+from train.config.model_folder import model_name, with_model_of
 from train.config.presets import PRESETS
 from train.parallel.model import ModelFunctions
 from train.parallel.zero import describe_zero

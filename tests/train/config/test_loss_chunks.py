@@ -12,9 +12,9 @@ from tests.train.test_step import SHORT, Trainer
 from train.config.checks import check
 from train.config.config import ONE_DEVICE, Config, MeshSizes
 from train.config.loss_chunks import MOST_OF_CHUNK, MOST_WHOLE, describe_loss_chunks, loss_chunk
+from train.memory.device_memory import GPUS
 from train.memory.step_memory import memory_of
 from train.parallel.mesh import make_abstract_mesh
-from train.run.dry_run import GPUS
 
 STEPS = 4
 

@@ -22,8 +22,8 @@ from tests.train.compiled_collectives import (
     name_of,
 )
 from train.config.checks import check
+from train.memory.device_memory import GPUS
 from train.parallel.mesh import make_abstract_mesh
-from train.run.dry_run import GPUS
 
 ROWS, COLUMNS = 8, 32
 SHIFT = [(0, 1), (1, 0)]

@@ -8,6 +8,7 @@ import pytest
 
 from train.memory.device_memory import (
     FRACTION,
+    GPUS,
     VARIABLES,
     describe_memory,
     memory_fraction,
@@ -15,7 +16,6 @@ from train.memory.device_memory import (
     set_memory_fraction,
     verdict,
 )
-from train.run.dry_run import GPUS
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.presets import PRESETS
 from train.log.metrics import Record
+from train.memory.device_memory import GPUS
 from train.memory.step_memory import memory_of
 from train.parallel.mesh import make_abstract_mesh, mesh_sizes
 from train.plan.candidates import Machine, Plan, make_plan
@@ -29,7 +30,6 @@ from train.plan.rates import RATES
 from train.plan.run import describe_step_time, predict_run
 from train.plan.step_time import predict
 from train.run.command_line import main, parse
-from train.run.dry_run import GPUS
 
 H100, H200 = (GPUS[name].device.device_kind for name in ("H100", "H200"))
 TENSOR, FSDP = MeshSizes(tensor=2), MeshSizes(fsdp=2)

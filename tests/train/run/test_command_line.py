@@ -11,9 +11,8 @@ import pytest
 
 from train import compare
 from train.log.log_file import read_log
-from train.memory.device_memory import usable
+from train.memory.device_memory import GPUS, usable
 from train.run.command_line import main, parse
-from train.run.dry_run import GPUS
 
 TINY = shlex.split(
     "--model.num-layers 1 --mesh.data 2 --mesh.tensor 2 --batch-size 4 --sequence-length 16"
