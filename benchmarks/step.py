@@ -22,8 +22,8 @@ from benchmarks.settings import Settings, check, check_names, make_mesh
 from benchmarks.tables import table
 from benchmarks.train import CANDIDATES, TrainCase
 from models.rematerialization import Remat
-from train.config import Zero
-from train.presets import PRESETS
+from train.config.config import Zero
+from train.config.presets import PRESETS
 
 _WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 

@@ -30,14 +30,14 @@ from benchmarks.report import Report
 from benchmarks.settings import check_least, check_names
 from models import rotary
 from models.rematerialization import Remat
-from train.batches import batch_specs
-from train.config import Config, MeshConfig, MeshSizes, Zero
-from train.config_checks import check
-from train.mesh import make_mesh, mesh_sizes
-from train.metrics import peak_flops
-from train.optimizer import make_optimizer
-from train.presets import PRESETS
-from train.state import ModelFunctions, init_state, state_on_mesh
+from train.config.checks import check
+from train.config.config import Config, MeshConfig, MeshSizes, Zero
+from train.config.presets import PRESETS
+from train.log.metrics import peak_flops
+from train.optimizer.optimizer import make_optimizer
+from train.parallel.batches import batch_specs
+from train.parallel.mesh import make_mesh, mesh_sizes
+from train.parallel.model import ModelFunctions, init_state, state_on_mesh
 from train.step import sharded_step
 
 CANDIDATES = tuple(

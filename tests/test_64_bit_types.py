@@ -54,7 +54,11 @@ MORE = (
     *("tests/rewrite/test_overlap.py", "tests/rewrite/test_explicit_programs.py"),
     *("tests/rewrite/test_weight_gathers.py", "tests/ops/attention/test_attend.py"),
     *("tests/models/test_generation.py", "tests/models/test_block_loop.py"),
-    *("tests/train/test_step.py", "tests/train/test_muon.py", "tests/train/test_zero.py"),
+    *(
+        "tests/train/test_step.py",
+        "tests/train/optimizer/test_muon.py",
+        "tests/train/parallel/test_zero.py",
+    ),
 )
 ROOT = Path(__file__).parents[1]
 

@@ -395,7 +395,7 @@ PLANTED = {
     "collective_matmul/layers/values.py": f"class PeerTwins:\n    '''Of peers.'''\n{_LONG}",
     "collective_matmul/rewrite/match/casts.py": "from collective_matmul.rewrite.replace import cut",
     "collective_matmul/rewrite/replace/cut.py": "",
-    "train/loop.py": "from collective_matmul import gather, ops",
+    "train/run/loop.py": "from collective_matmul import gather, ops",
     "models/loops.py": """
 from jax.extend.core import jaxprs_in_params
 equation.params["branches"], getattr(closed, "jaxpr", closed), equation.params.values()

@@ -15,7 +15,7 @@ from benchmarks import budget, command_line, step
 from benchmarks.timeline.analysis import DeviceTimeline, Kind, analyze
 from benchmarks.timeline.trace import Event, Trace
 from benchmarks.train import TrainCase
-from train.config import MeshSizes
+from train.config.config import MeshSizes
 
 GEMM, KERNEL, PERMUTE = "nvjet_sm90", "loop_add_fusion", "MemcpyP2P"
 H200 = budget.RATES["NVIDIA H200"]

@@ -27,8 +27,8 @@ from tests.models.test_llama import (
     random_tokens,
     sharded_loss_and_grads,
 )
-from train.config import Config, MeshSizes
-from train.state import ModelFunctions
+from train.config.config import Config, MeshSizes
+from train.parallel.model import ModelFunctions
 
 
 def functions_of(tensor: int, **changes: Any) -> ModelFunctions:

@@ -20,7 +20,7 @@ from tests.models.test_llama import (
     random_tokens,
     sharded_loss_and_grads,
 )
-from train.mesh import BATCH_AXES
+from train.parallel.mesh import BATCH_AXES
 
 # One document, and documents of one token at the begin, in the middle and at the end. Each length
 # is another program of the reference.

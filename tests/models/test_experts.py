@@ -23,9 +23,9 @@ from tests.models import reference
 from tests.models.hugging_face.folders import DATA, NAMES
 from tests.models.test_families import MODELS
 from tests.models.test_llama import BATCH, SEQUENCE, TOLERANCE, random_params, random_tokens
-from train.config import Config, MeshSizes
-from train.mesh import BATCH_AXES, make_mesh
-from train.state import ModelFunctions
+from train.config.config import Config, MeshSizes
+from train.parallel.mesh import BATCH_AXES, make_mesh
+from train.parallel.model import ModelFunctions
 
 WITH_EXPERTS = [name for name in NAMES if (DATA / name / "config.json").read_text().count("expert")]
 ALL_AXES = (*BATCH_AXES, "tensor")

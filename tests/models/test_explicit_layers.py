@@ -18,7 +18,7 @@ from models import explicit_layers
 from models.config import LlamaConfig
 from models.llama import Block
 from models.stacked_blocks import Keys
-from train import presets
+from train.config import presets
 
 CONFIG: LlamaConfig = presets.debug().model
 ROWS = P("data", "tensor")

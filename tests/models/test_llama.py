@@ -16,9 +16,9 @@ from models import rotary
 from models.config import LlamaConfig, RotaryScaling
 from models.llama import Llama
 from tests.models import reference
-from train.config import ONE_DEVICE, Config
-from train.mesh import BATCH_AXES, make_abstract_mesh
-from train.state import ModelFunctions
+from train.config.config import ONE_DEVICE, Config
+from train.parallel.mesh import BATCH_AXES, make_abstract_mesh
+from train.parallel.model import ModelFunctions
 
 SMALL = LlamaConfig(
     vocabulary_size=24,

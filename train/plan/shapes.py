@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from models.config import LlamaConfig
 from models.fp8_layers import FP8_LAYERS
-from train.config import Config, MeshSizes
-from train.experts import expert_axes, expert_devices, hidden_devices
-from train.loss_chunks import loss_chunk
+from train.config.config import Config, MeshSizes
+from train.config.experts import expert_axes, expert_devices, hidden_devices
+from train.config.loss_chunks import loss_chunk
 
 
 class Linear(NamedTuple):
