@@ -35,8 +35,8 @@ COVERING = (
     "tests/test_ops.py::test_forward",
     "tests/test_ops.py::test_gradients",
     "tests/test_sharded_weights.py::test_values_and_gradients",
-    "tests/models/test_vocabulary.py",
-    "tests/models/test_generation.py::test_likeliest_tokens_are_those_of_the_reference[window-2]",
+    "tests/models/layers/test_vocabulary.py",
+    "tests/models/generation/test_generation.py::test_likeliest_tokens_are_those_of_the_reference[window-2]",
     "tests/train/test_step.py::test_every_site_of_a_plain_model_is_replaced[{}-0]",
     "tests/mosaic_gpu/test_lowering.py::test_ring[ring-all_gather_matmul]",
     "tests/mosaic_gpu/test_lowering.py::test_ring[ring-matmul_reduce_scatter]",
@@ -48,7 +48,7 @@ MORE = (
     *("tests/test_fp8_ops.py", "tests/test_fp8_einsum.py", "tests/layers/test_linear.py"),
     *("tests/rewrite/test_overlap.py", "tests/rewrite/test_explicit_programs.py"),
     *("tests/rewrite/test_weight_gathers.py", "tests/ops/attention/test_attend.py"),
-    *("tests/models/test_generation.py", "tests/models/test_block_loop.py"),
+    *("tests/models/generation/test_generation.py", "tests/models/blocks/test_loop.py"),
     *("tests/train/test_step.py", "tests/train/test_muon.py", "tests/train/test_zero.py"),
 )
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import Quantized
-from models.parameter_use import Gathers, arrays_of, as_varying
+from models.parameters.use import Gathers, arrays_of, as_varying
 from train.experts import expert_dimension
 from train.mesh import shard_axes, token_axes
 
@@ -97,7 +97,7 @@ def _names(names: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class ZeroUse:
-    """A `models.parameter_use.ParameterUse`: what ZeRO does where a block uses its parameters.
+    """A `models.parameters.use.ParameterUse`: what ZeRO does where a block uses its parameters.
 
     Attributes:
       compute_dtype: dtype of gathered weights. A shard is cast before it travels, unless it has

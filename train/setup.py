@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from models.checkpoint.saved_checkpoint import differences, find_checkpoint
-from models.hugging_face.chat_template import read_variables
+from models.hugging_face.chat.template import read_variables
 from models.hugging_face.writing import keep_origin
 from train.agreement import check_same, together
 from train.batches import BATCH_SPEC
