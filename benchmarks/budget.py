@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from benchmarks.timeline.analysis import COMPUTE, DeviceTimeline, Kind, kind_of
 from benchmarks.timeline.intervals import gaps, intersection, length, union
 from benchmarks.timeline.trace import Event
-from models.rematerialization import recomputes_matmuls
+from models.blocks.rematerialization import recomputes_matmuls
 from train.config.config import Config, MeshSizes
 
 #: Scopes of the model and the trainer: those whose matmuls are a part of their own, and others.

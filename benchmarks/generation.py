@@ -34,10 +34,10 @@ from benchmarks.internals import measure
 from benchmarks.pytorch import GENERATION_NAMES, runner
 from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_least, check_names, make_mesh
-from models import rotary
 from models.config import LlamaConfig
 from models.families import PRESETS
 from models.generation import Generator
+from models.layers import rotary
 
 #: Prompts whose first tokens are compared, at least; and the share of them that must agree.
 #: Rounding chooses another token where two logits are close, as those of random weights often are.

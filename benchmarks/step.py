@@ -21,7 +21,7 @@ from benchmarks.report import Report
 from benchmarks.settings import Settings, check, check_names, make_mesh
 from benchmarks.tables import table
 from benchmarks.train import CANDIDATES, TrainCase
-from models.rematerialization import Remat
+from models.blocks.rematerialization import Remat
 from train.config.config import Zero
 from train.config.presets import PRESETS
 

@@ -28,8 +28,8 @@ from benchmarks.programs import Program
 from benchmarks.pytorch import TRAINING_NAMES, runner
 from benchmarks.report import Report
 from benchmarks.settings import check_least, check_names
-from models import rotary
-from models.rematerialization import Remat
+from models.blocks.rematerialization import Remat
+from models.layers import rotary
 from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes, Zero
 from train.config.presets import PRESETS

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap, overlap_jit
 from collective_matmul.layers import RouterStatistics
-from models.experts import no_statistics as statistics_of_none
+from models.layers.experts import no_statistics as statistics_of_none
 from models.random_keys import random_key
 from train.config.config import Config
 from train.optimizer.optimizer import make_schedule

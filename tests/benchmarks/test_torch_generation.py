@@ -17,10 +17,10 @@ import pytest
 
 from benchmarks.pytorch import GENERATION_NAMES
 from benchmarks.pytorch.runner import time_pytorch
-from models import rotary
 from models.config import debug
 from models.generation import Generator
 from models.generation.generator import make_mesh
+from models.layers import rotary
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 

@@ -268,7 +268,7 @@ def test_a_matmul_over_explicit_axes_that_is_not_replaced_is_refused(monkeypatch
         jax.eval_shape(step, *arguments)
     table = " ".join(str(error.value).split())
     assert re.search(
-        r"explicit_layers\.py:\d+ in RowParallelLinear.__call__ .*? asks for precision", table
+        r"explicit/layers\.py:\d+ in RowParallelLinear.__call__ .*? asks for precision", table
     )
 
 

@@ -10,9 +10,9 @@ from typing import get_args
 
 import collective_matmul
 import collective_matmul.layers
-from models.adapters import LoraConfig, Training
-from models.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
-from models.hugging_face.chat_template import read_variables
+from models.hugging_face.chat.template import read_variables
+from models.parameters.adapters import LoraConfig, Training
+from models.parameters.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
 from models.random_keys import check_seed
 from train.config.config import Config, MeshSizes, OptimizerConfig, WeightGather, Zero
 from train.config.context import check_context

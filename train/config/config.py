@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from models.adapters import LoraConfig
+from models.blocks.rematerialization import Remat
 from models.config import LlamaConfig
-from models.fp8_layers import DEFAULT_FP8_LAYERS
-from models.rematerialization import Remat
+from models.parameters.adapters import LoraConfig
+from models.parameters.fp8_layers import DEFAULT_FP8_LAYERS
 
 #: ZeRO levels.
 Zero = Literal[0, 1, 2, 3]

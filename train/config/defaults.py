@@ -9,8 +9,8 @@ from typing import Any
 
 from flax import traverse_util
 
-from models.adapters import Training
 from models.checkpoint.saved_checkpoint import find_checkpoint
+from models.parameters.adapters import Training
 from train.config.config import Config
 from train.config.model_folder import model_folder, with_model_of
 

@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
+from models.blocks.rematerialization import recomputes_matmuls
 from models.config import LlamaConfig
-from models.rematerialization import recomputes_matmuls
 from train.config.config import Config, MeshSizes
 
 _AXES = {"tensor": ("tensor",), "fsdp": ("fsdp",), "both": ("fsdp", "tensor"), "none": ()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.chunked_loss import chunk_size
+from models.layers.chunked_loss import chunk_size
 from train.config.config import Config, MeshSizes
 
 #: Bytes of the logits of a device above which they are computed in chunks by default.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.hugging_face.chat_tokens import ChatTokens
+from models.hugging_face.chat.tokens import ChatTokens
 from models.paths import expanded
 from train.data.text_files import as_utf8, json_lines, opened, read_json
 from train.data.tokenizer import read_tokenizer

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from models.rematerialization import Remat
+from models.blocks.rematerialization import Remat
 from train.config.config import Config, MeshSizes, Zero
 from train.config.context import sequence_unit
 from train.config.experts import on_tensor_axis

@@ -23,15 +23,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import Quantized
-from models.adapters import Training, is_adapter
 from models.checkpoint.layer_layout import move_layout, other_layout
 from models.config import LlamaConfig
-from models.fp8_layers import scopes
 from models.llama import Llama
-from models.parameter_use import Gathers, ParameterUse, Unchanged
+from models.parameters.adapters import Training, is_adapter
+from models.parameters.fp8_layers import scopes
+from models.parameters.stacked import Keys
+from models.parameters.use import Gathers, ParameterUse, Unchanged
 from models.prequantized import prequantized_state
 from models.random_keys import random_key
-from models.stacked_blocks import Keys
 from train.config.config import ONE_DEVICE, Config, MeshSizes
 from train.config.context import context_implementation
 from train.config.experts import (

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import Quantized
-from models.parameter_use import Gathers, arrays_of, as_varying
+from models.parameters.use import Gathers, arrays_of, as_varying
 from train.config.experts import expert_dimension
 from train.parallel.mesh import shard_axes, token_axes
 

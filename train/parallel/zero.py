@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import jax
 
-from models.parameter_use import arrays_of, as_float32, as_varying
+from models.parameters.use import arrays_of, as_float32, as_varying
 from train.config.config import Config, MeshSizes
 from train.config.experts import expert_axes
 from train.parallel.mesh import shard_axes_of, token_axes

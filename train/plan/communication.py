@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.rematerialization import recomputes_matmuls
+from models.blocks.rematerialization import recomputes_matmuls
 from train.config.experts import expert_axes, expert_devices
 from train.plan.computation import Computation
 from train.plan.rates import DeviceRates

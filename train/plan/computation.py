@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.rematerialization import recomputes_matmuls
+from models.blocks.rematerialization import recomputes_matmuls
 from train.config.experts import balance_weight
 from train.plan.activations import block_activations
 from train.plan.rates import DeviceRates

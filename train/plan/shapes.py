@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from models.config import LlamaConfig
-from models.fp8_layers import FP8_LAYERS
+from models.parameters.fp8_layers import FP8_LAYERS
 from train.config.config import Config, MeshSizes
 from train.config.experts import expert_axes, expert_devices, hidden_devices
 from train.config.loss_chunks import loss_chunk

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 from rich.console import Console
 
-from models.adapters import LoraConfig, Training
+from models.parameters.adapters import LoraConfig, Training
 from train.checkpoint.base_weights import check_base, frozen_weights
 from train.checkpoint.initial_weights import InitialWeights, find_weights
 from train.config.config import Config

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from models.checkpoint.saved_checkpoint import differences, find_checkpoint
-from models.hugging_face.chat_template import read_variables
+from models.hugging_face.chat.template import read_variables
 from models.hugging_face.writing import keep_origin
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.initial_weights import InitialWeights, find_weights

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from collective_matmul import zigzag_order
 from collective_matmul.ops.attention.context.backends import BACKENDS as REGISTERED
-from models.documents import locate_documents, locate_part
+from models.layers.documents import locate_documents, locate_part
 from tests.covering import covering
 from tests.models.hugging_face.folders import DATA
 from tests.train.test_step import SHORT, Trainer

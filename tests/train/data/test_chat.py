@@ -17,7 +17,7 @@ import pytest
 
 from models.families import PRESETS
 from models.generation.text import answer
-from tests.models.hugging_face.chat_folders import with_template
+from tests.models.hugging_face.chat.chat_folders import with_template
 from tests.models.hugging_face.folders import DATA
 from train import step as train_step
 from train.config.config import Config

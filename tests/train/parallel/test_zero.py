@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from models.parameter_use import used
+from models.parameters.use import used
 from tests.ops.matmul.ring.test_program_structure import equations
 from train.config import presets
 from train.config.checks import check

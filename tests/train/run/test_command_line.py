@@ -167,7 +167,7 @@ def test_dry_run_of_a_model_whose_state_alone_does_not_fit(capsys):
 def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
     arguments = "--dry-run --preset llama3-8b --mesh.data 1 --mesh.tensor 8 --overlap rewrite"
     output = printed(capsys, shlex.split(arguments))
-    replaced = re.findall(r" by overlap .*\n +models/plain\.py:\d+ in (\S+)", output)
+    replaced = re.findall(r" by overlap .*\n +models/layers/plain\.py:\d+ in (\S+)", output)
     assert {name.split(".")[0] for name in replaced} == {
         "AttentionProjection", "RowParallelLinear", "GatedFeedForward", "ColumnParallelLinear",
     }  # fmt: skip
