@@ -15,16 +15,16 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import comparison
-from benchmarks.candidates import Candidate
-from benchmarks.communication import AXIS, CollectiveMatmul, NoCommunication
-from benchmarks.comparison import Comparison
+from benchmarks.comparison import comparing as comparison
+from benchmarks.comparison.candidates import Candidate
+from benchmarks.comparison.communication import AXIS, CollectiveMatmul, NoCommunication
+from benchmarks.comparison.comparing import Comparison
+from benchmarks.comparison.operands import Operands
+from benchmarks.comparison.programs import Direction, Program, make_program
 from benchmarks.internals import COMPUTE_ONLY
-from benchmarks.operands import Operands
-from benchmarks.programs import Direction, Program, make_program
-from benchmarks.report import Report
-from benchmarks.settings import check_names
-from benchmarks.stack import LAYERS, SHAPES
+from benchmarks.measuring.report import Report
+from benchmarks.measuring.settings import check_names
+from benchmarks.step.stack import LAYERS, SHAPES
 from collective_matmul import all_gather_matmul
 
 #: The axis that the ops gather x over. It has one device.

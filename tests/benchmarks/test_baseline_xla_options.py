@@ -8,12 +8,14 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import candidates, command_line, measuring, stack
-from benchmarks.baseline_xla_options import BASELINE, DEFAULT, WINDOWED_EINSUM, known
-from benchmarks.compiling import Compiled, compile_cases
+from benchmarks import command_line
+from benchmarks.comparison import candidates
+from benchmarks.comparison.baseline_xla_options import BASELINE, DEFAULT, WINDOWED_EINSUM, known
+from benchmarks.comparison.compiling import Compiled, compile_cases
+from benchmarks.comparison.operands import Operands
+from benchmarks.comparison.timing import Timed, measure_case
 from benchmarks.internals import Timing
-from benchmarks.measuring import Timed, measure_case
-from benchmarks.operands import Operands
+from benchmarks.step import stack
 
 UNKNOWN = {"of the future": {"xla_gpu_overlap_everything": "1"}}
 
@@ -66,7 +68,7 @@ def test_the_fastest_options_count(mesh, monkeypatch):
         measured.append(runs)
         return {name: Timing((seconds.get(name, 1.0),) * groups) for name in runs}
 
-    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr(timing, "measure", measure)
     chosen = [candidates.make(name, mesh) for name in ("baseline", "compute_only")]
     results, _ = measure_case(compiled(mesh, *chosen), Timed(groups=2, seconds=1.0))
     tried, timed = measured

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from benchmarks import candidates
+from benchmarks.comparison import candidates
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
 from tests.conftest import MeshFactory
 from tests.reference import AXIS

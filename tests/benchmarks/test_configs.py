@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import command_line, configs, tilings
-from benchmarks.config_trial import ConfigTrial
-from benchmarks.configs import Configs, Outcome, fastest
-from benchmarks.isolated import HUNG, Message
-from benchmarks.ops import Op
+from benchmarks import command_line
+from benchmarks.measuring.isolated import HUNG, Message
+from benchmarks.ops import configs, tilings
+from benchmarks.ops.config_trial import ConfigTrial
+from benchmarks.ops.configs import Configs, Outcome, fastest
+from benchmarks.ops.ops import Op
 from collective_matmul.data import MeasuredData
 from collective_matmul.mosaic_gpu.tiling import MatmulProblem
 from collective_matmul.ops.matmul.backends import register, unregister

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import context
-from benchmarks.communication import AXIS
+from benchmarks.comparison.communication import AXIS
+from benchmarks.layers import context
 from tests.conftest import MeshFactory
 
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import generation, generation_tables
-from benchmarks.generation import Generation
-from benchmarks.generation_programs import compile_all, make_generator
+from benchmarks.generation import generation, generation_tables
+from benchmarks.generation.generation import Generation
+from benchmarks.generation.generation_programs import compile_all, make_generator
+from benchmarks.measuring.settings import make_mesh
 from benchmarks.pytorch import GENERATION_NAMES, runner
-from benchmarks.settings import make_mesh
 
 SETTINGS = Generation(
     platform="cpu",

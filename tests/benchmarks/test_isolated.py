@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from benchmarks.isolated import HUNG, Message, receive_all, run_isolated
+from benchmarks.measuring.isolated import HUNG, Message, receive_all, run_isolated
 
 
 def test_a_step_that_hangs_is_noted() -> None:

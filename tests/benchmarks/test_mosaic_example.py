@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.mosaic_example import all_gather_matmul, tuning_config, unsupported_reason
+from benchmarks.comparison.mosaic_example import (
+    all_gather_matmul,
+    tuning_config,
+    unsupported_reason,
+)
 from tests.conftest import MeshFactory
 from tests.hopper import skip_without_hopper
 

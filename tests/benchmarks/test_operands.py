@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.operands import RandomArray, compile_maker
+from benchmarks.comparison.operands import RandomArray, compile_maker
 from tests.conftest import MeshFactory
 
 

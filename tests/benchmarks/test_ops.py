@@ -7,15 +7,16 @@ import json
 
 import jax
 import pytest
-
-from benchmarks import command_line, ops
-from benchmarks.internals import Layer
-from tests.benchmarks.compiling import (
+from tests.benchmarks.comparison.compiling import (
     COMPUTING,
     assert_close,
     assert_whole_and_silent,
     compiled,
 )
+
+from benchmarks import command_line
+from benchmarks.internals import Layer
+from benchmarks.ops import ops
 
 REPETITIONS = 2
 LAYERS = {

@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.communication import AXIS, PlainJax
-from benchmarks.process_rings import CANDIDATES, ProcessRings, Ring, RingInPlace, run, table
+from benchmarks.comparison.communication import AXIS, PlainJax
+from benchmarks.processes.process_rings import (
+    CANDIDATES,
+    ProcessRings,
+    Ring,
+    RingInPlace,
+    run,
+    table,
+)
 from tests.conftest import MeshFactory
 
 

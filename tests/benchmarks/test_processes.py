@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import Processes, rows, run
+from benchmarks.processes.processes import Processes, rows, run
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.pytorch import MULTICAST_OFF, runner
 from benchmarks.pytorch.runner import time_pytorch
-from benchmarks.stack import Stack
+from benchmarks.step.stack import Stack
 
 SIZES = {"rows": 16, "features": 64, "hidden_features": 128, "layers": 3}
 CASES: list[dict[str, Any]] = [

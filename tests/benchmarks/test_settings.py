@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import settings
-from benchmarks.settings import Settings, choose_platform
+from benchmarks.measuring import settings
+from benchmarks.measuring.settings import Settings, choose_platform
 
 FLAG = "--xla_force_host_platform_device_count=2"
 

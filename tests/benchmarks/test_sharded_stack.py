@@ -6,9 +6,9 @@ import json
 
 import jax
 import pytest
+from tests.benchmarks.comparison.compiling import assert_close, compiled
 
 from benchmarks import command_line, sharded_stack
-from tests.benchmarks.compiling import assert_close, compiled
 
 
 @pytest.fixture(scope="module")

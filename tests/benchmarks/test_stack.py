@@ -10,16 +10,19 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-
-from benchmarks import command_line, communication, settings, stack
-from benchmarks.pytorch import runner
-from collective_matmul import overlap
-from tests.benchmarks.compiling import (
+from tests.benchmarks.comparison.compiling import (
     COMPUTING,
     assert_close,
     assert_whole_and_silent,
     compiled,
 )
+
+from benchmarks import command_line
+from benchmarks.comparison import communication
+from benchmarks.measuring import settings
+from benchmarks.pytorch import runner
+from benchmarks.step import stack
+from collective_matmul import overlap
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import budget, command_line, step
+from benchmarks import command_line
+from benchmarks.step import budget, step
+from benchmarks.step.train import TrainCase
 from benchmarks.timeline.analysis import DeviceTimeline, Kind, analyze
 from benchmarks.timeline.trace import Event, Trace
-from benchmarks.train import TrainCase
 from train.config import MeshSizes
 
 GEMM, KERNEL, PERMUTE = "nvjet_sm90", "loop_add_fusion", "MemcpyP2P"

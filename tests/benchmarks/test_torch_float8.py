@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.train import TrainCase
+from benchmarks.step.train import TrainCase
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 

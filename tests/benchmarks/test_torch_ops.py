@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.ops import Op
+from benchmarks.ops.ops import Op
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.pytorch import FIRST_STEPS
 from benchmarks.pytorch.runner import time_pytorch
-from benchmarks.train import TrainCase
+from benchmarks.step.train import TrainCase
 from train.config import ONE_DEVICE
 from train.mesh import make_mesh
 from train.optimizer import make_optimizer

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import candidates, command_line, comparison, train
-from benchmarks.compiling import compile_cases, trace
-from benchmarks.measuring import Timed, measure_case
-from benchmarks.operands import Operands
+from benchmarks import command_line
+from benchmarks.comparison import candidates, comparing
+from benchmarks.comparison.compiling import compile_cases, trace
+from benchmarks.comparison.operands import Operands
+from benchmarks.comparison.timing import Timed, measure_case
 from benchmarks.pytorch import FIRST_STEPS, runner
+from benchmarks.step import train
 from collective_matmul.rewrite import transform
 
 
@@ -98,8 +100,8 @@ def test_pytorch_is_timed_before_jax_and_joins_its_cases(tmp_path, monkeypatch, 
         order.append("jax")
         return made(settings)
 
-    made = comparison.make_mesh
-    monkeypatch.setattr(comparison, "make_mesh", make_mesh)
+    made = comparing.make_mesh
+    monkeypatch.setattr(comparing, "make_mesh", make_mesh)
     monkeypatch.setattr(runner, "time_pytorch", time_pytorch)
     arguments = (
         "train --platform cpu --devices 2 --preset debug --layers 1 --sequence-lengths 16"
