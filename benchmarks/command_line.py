@@ -8,7 +8,6 @@ from typing import Any
 
 import tyro
 
-from benchmarks import sharded_stack
 from benchmarks.comparison.comparing import Comparison
 from benchmarks.generation import generation
 from benchmarks.layers import attention, context, experts
@@ -20,7 +19,6 @@ from benchmarks.step import stack, step, train
 _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "ops": (ops.Ops, ops.run),
     "stack": (stack.Stack, stack.run),
-    "sharded_stack": (sharded_stack.ShardedStack, sharded_stack.run),
     "train": (train.Train, train.run),
     "step": (step.Step, step.run),
     "generation": (generation.Generation, generation.run),
