@@ -1,11 +1,11 @@
 """``python -m benchmarks process_rings``: rings through NCCL, one process for each of two GPUs.
 
 Layers of `benchmarks.step.stack`, forward, of which every candidate is timed in turns: the
-computation alone; plain JAX; rings of two devices written out, in plain JAX; and the library. "ring" joins the
-products of both chunks in one pass. "ring_in_place" writes each into the result, as the library
-does: with XLA's matmuls, XLA makes one program of this and of the library's ring. "ring_of_gathers"
-has all-gathers instead of permutes. All rings have NCCL's symmetric buffers, but for
-"ring_plain_buffers". NCCL's own settings are those of the environment, such as
+computation alone; plain JAX; rings of two devices written out, in plain JAX; and the library.
+"ring" joins the products of both chunks in one pass. "ring_in_place" writes each into the result,
+as the library does: with XLA's matmuls, XLA makes one program of this and of the library's ring.
+"ring_of_gathers" has all-gathers instead of permutes. All rings have NCCL's symmetric buffers, but
+for "ring_plain_buffers". NCCL's own settings are those of the environment, such as
 ``NCCL_CTA_POLICY=2``, which leaves gathers to copy engines.
 """
 

@@ -20,7 +20,7 @@ from train.config import MeshSizes
 
 GEMM, KERNEL, PERMUTE = "nvjet_sm90", "loop_add_fusion", "MemcpyP2P"
 H200 = budget.RATES["NVIDIA H200"]
-PROFILES = Path(__file__).parents[1] / "data" / "step_profiles.json"
+PROFILES = Path(__file__).parents[2] / "data" / "step_profiles.json"
 
 #: Kernel, instruction, its op_name, start and end; 100 µs.
 EVENTS = [

@@ -10,12 +10,6 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from tests.benchmarks.comparison.compiling import (
-    COMPUTING,
-    assert_close,
-    assert_whole_and_silent,
-    compiled,
-)
 
 from benchmarks import command_line
 from benchmarks.comparison import communication
@@ -23,6 +17,12 @@ from benchmarks.measuring import settings
 from benchmarks.pytorch import runner
 from benchmarks.step import stack
 from collective_matmul import overlap
+from tests.benchmarks.compiling import (
+    COMPUTING,
+    assert_close,
+    assert_whole_and_silent,
+    compiled,
+)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import command_line
-from benchmarks.comparison import candidates
+from benchmarks.comparison import candidates, timing
 from benchmarks.comparison.baseline_xla_options import BASELINE, DEFAULT, WINDOWED_EINSUM, known
 from benchmarks.comparison.compiling import Compiled, compile_cases
 from benchmarks.comparison.operands import Operands

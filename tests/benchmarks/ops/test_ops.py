@@ -7,16 +7,16 @@ import json
 
 import jax
 import pytest
-from tests.benchmarks.comparison.compiling import (
+
+from benchmarks import command_line
+from benchmarks.internals import Layer
+from benchmarks.ops import ops
+from tests.benchmarks.compiling import (
     COMPUTING,
     assert_close,
     assert_whole_and_silent,
     compiled,
 )
-
-from benchmarks import command_line
-from benchmarks.internals import Layer
-from benchmarks.ops import ops
 
 REPETITIONS = 2
 LAYERS = {
