@@ -6,8 +6,10 @@ measurement or its model.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,6 +42,21 @@ class UnsupportedSiteError(ValueError):
         self.reason = reason
 
 
+_reference_alone: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "reference_alone", default=False
+)
+
+
+@contextlib.contextmanager
+def reference_alone() -> Iterator[None]:
+    """The reference executes every op that is traced inside the block, whatever it asks for."""
+    token = _reference_alone.set(True)
+    try:
+        yield
+    finally:
+        _reference_alone.reset(token)
+
+
 def choose(site: Request, requested: Sequence[str] | None = None) -> Any:
     """The backend for a request: the first requested one that can execute it, or the fastest.
 
@@ -57,6 +74,8 @@ def choose(site: Request, requested: Sequence[str] | None = None) -> Any:
     Raises:
       UnsupportedSiteError: if none of the requested backends can execute the site.
     """
+    if _reference_alone.get():
+        requested = (site.backends.reference.name,)
     site = _with_vouched_predicate(site, requested)
     assessments = assess(site, requested or ())
     choice = _choice(assessments, requested)

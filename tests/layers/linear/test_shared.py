@@ -9,11 +9,19 @@ from typing import Any
 import jax
 import pytest
 from flax import linen, nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.layers import Column, Row, Shared, prequantize_kernels, shared_gather
-from collective_matmul.layers.parallelize.parallelize import parallelize
+from collective_matmul import explain
+from collective_matmul.explain import Explanation
+from collective_matmul.layers import (
+    Column,
+    Row,
+    Shared,
+    parallelize,
+    prequantize_kernels,
+    shared_gather,
+)
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
     assert_close,
@@ -263,3 +271,26 @@ def test_kernels_that_share_a_gather_are_quantized_together(mesh: Mesh) -> None:
         return jax.jit(sharded)(state, X)
 
     assert_close(outcome_of(True), outcome_of(False))
+
+
+def test_explain_counts_what_xla_gathers_once_only_once(mesh: Mesh) -> None:
+    device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+    abstract: Any = AbstractMesh(
+        (8,), ("tensor",), axis_types=(AxisType.Auto,), abstract_device=device
+    )
+    x = jax.ShapeDtypeStruct((4, 8, FEATURES), X.dtype)
+    separate = {"gate": Column(), "up": Column(), "down": Row()}
+    alone, together = (
+        explain(parallelize(Gated(), plan, mesh=abstract))(x) for plan in (separate, PLAN)
+    )
+    assert (alone.merged_by_reference.number, together.merged_by_reference.number) == (1, 0)
+    advice = "1 op gathers an array that another op gathers too"
+    assert (advice in str(alone), advice in str(together)) == (True, False)
+
+    def reference_seconds(explained: Explanation) -> float:
+        each = [decision.reference_seconds or 0 for decision in explained.decisions]
+        return sum(each) - explained.merged_by_reference.seconds
+
+    gathers = [each for each in alone.decisions if each.site.op == "all_gather_matmul"]
+    assert alone.merged_by_reference.seconds == pytest.approx(gathers[0].communication_seconds)
+    assert f"{1e3 * reference_seconds(alone):.2f} ms with xla" in str(alone)
