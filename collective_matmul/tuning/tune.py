@@ -178,8 +178,8 @@ def _check_place(device: Any, path: str | os.PathLike | None) -> None:
         return
     raise ValueError(
         f"path=None: the devices are of {device.device_kind}, where nothing runs under a matmul,"
-        " and later programs would use their table; give it a path of its own (the command has"
-        f" --output), or set {table_files.CACHE_VARIABLE}"
+        " and later programs would use their table; give it a path of its own (--output or"
+        f" --tune-table of the commands), or set {table_files.CACHE_VARIABLE}"
     )
 
 
