@@ -1,4 +1,4 @@
-"""A format of integers is one class, one matrix and one registration: docs/extending.md."""
+"""A format of integers is one class, one matrix and one registration: docs/how_to/extending.md."""
 
 from __future__ import annotations
 

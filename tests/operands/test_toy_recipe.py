@@ -1,4 +1,4 @@
-"""A recipe is one class and one registration: docs/extending.md."""
+"""A recipe is one class and one registration: docs/how_to/extending.md."""
 
 from __future__ import annotations
 
