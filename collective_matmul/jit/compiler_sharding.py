@@ -135,7 +135,7 @@ class _Walk:
                 self.classes.shard(dimension, left, equation)
 
     def _rule(self, equation: JaxprEqn) -> Callable:
-        """What joins the dimensions of an equation's operands and results."""
+        """The method that joins the dimensions of an equation's operands and results."""
         name = equation.primitive.name
         if name in _ELEMENTWISE:
             return self._constraint if name == "sharding_constraint" else self._elementwise

@@ -14,7 +14,7 @@ Axes = tuple[str, ...]
 
 @dataclass
 class DimensionClass:
-    """What is known about dimensions that are sharded alike.
+    """A class of dimensions that are sharded alike.
 
     Attributes:
       axes: the mesh axes over which they are sharded; None where nobody says.
