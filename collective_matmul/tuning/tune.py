@@ -247,7 +247,7 @@ class _Tuner:
         )
 
     def _names_of(self, site: Request) -> Iterator[str]:
-        """What is measured of a request."""
+        """The names that are measured for a request."""
         yield from (name for name in self.implementations if name in site.backends)
         if OPS[site.op].has_bound:
             yield COMPUTE_ONLY
