@@ -30,14 +30,16 @@ from benchmarks.report import Report
 from benchmarks.settings import check_least, check_names
 from models import rotary
 from models.rematerialization import Remat
+from train.checkpoint.new_state import init_state
 from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes, Zero
 from train.config.presets import PRESETS
 from train.log.metrics import peak_flops
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
 from train.parallel.batches import batch_specs
 from train.parallel.mesh import make_mesh, mesh_sizes
-from train.parallel.model import ModelFunctions, init_state, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.step import sharded_step
 
 CANDIDATES = tuple(

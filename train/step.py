@@ -28,18 +28,12 @@ from collective_matmul.layers import RouterStatistics
 from models.experts import no_statistics as statistics_of_none
 from models.random_keys import random_key
 from train.config.config import Config
-from train.optimizer.optimizer import make_schedule
+from train.optimizer.schedule import make_schedule
+from train.optimizer.state import FROZEN, TrainState, state_specs
 from train.parallel.batches import batch_specs
 from train.parallel.explicit_step import Batch, explicit_loss_and_grads, with_explicit_axes
 from train.parallel.mesh import all_axes, token_axes
-from train.parallel.model import (
-    FROZEN,
-    ModelFunctions,
-    Params,
-    TrainState,
-    Weights,
-    state_specs,
-)
+from train.parallel.model import ModelFunctions, Params, Weights
 from train.parallel.router_losses import RouterLosses, of_all_devices, router_metrics
 from train.parallel.zero import gathered_weights, summed_gradients, variables, whole_trained
 

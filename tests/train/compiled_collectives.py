@@ -31,7 +31,8 @@ from tests.train.compiled_memory import (
 from train.config.config import Config, MeshSizes
 from train.memory.step_memory import abstract_batch
 from train.optimizer.optimizer import make_optimizer
-from train.parallel.model import ModelFunctions, state_on_mesh
+from train.optimizer.state import state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.step import sharded_step
 
 #: One sequence for each group of devices that share it. All fits without rematerialization.

@@ -28,9 +28,10 @@ from train.config import presets
 from train.config.config import Config, LoraConfig, MeshSizes, OptimizerConfig
 from train.memory.step_memory import Memory, abstract_batch, memory_of
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
 from train.parallel.batches import BATCH_SPEC
 from train.parallel.mesh import AXES
-from train.parallel.model import ModelFunctions, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.step import make_step
 
 #: What XLA has to know of a device to compile for it, in the names of its `GpuTargetConfigProto`.

@@ -19,8 +19,9 @@ from train.config.context import sequence_unit
 from train.config.experts import on_tensor_axis
 from train.memory.live_memory import find_peak
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import FROZEN, TrainState, state_on_mesh
 from train.parallel.mesh import make_abstract_mesh
-from train.parallel.model import FROZEN, ModelFunctions, TrainState, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.step import Batch, sharded_step
 
 #: The number of documents in a sequence that is assumed where they are kept apart.

@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import overlap
 from models import explicit
 from train.config.config import Config
+from train.optimizer.state import TrainState
 from train.parallel.mesh import BATCH_AXES
-from train.parallel.model import ModelFunctions, Params, TrainState
+from train.parallel.model import ModelFunctions, Params
 
 Batch = dict[str, jax.Array]
 

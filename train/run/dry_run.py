@@ -21,8 +21,9 @@ from train.memory.device_memory import GPUS, memory_fraction, memory_limit, usab
 from train.memory.step_memory import Memory, abstract_batch, advice, memory_of
 from train.optimizer.muon import describe_muon
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
 from train.parallel.mesh import make_abstract_mesh
-from train.parallel.model import ModelFunctions, describe_trained, state_on_mesh
+from train.parallel.model import ModelFunctions, describe_trained
 from train.parallel.zero import describe_zero
 from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, attention_of, predict_run

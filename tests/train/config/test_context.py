@@ -29,9 +29,10 @@ from train.config.context import BACKENDS, context_implementation, describe_cont
 from train.log.log_file import read_log
 from train.memory.device_memory import GPUS
 from train.memory.step_memory import memory_of
+from train.optimizer.state import TrainState, state_on_mesh
 from train.parallel.batches import global_arrays, local_rows
 from train.parallel.mesh import make_abstract_mesh, make_mesh
-from train.parallel.model import ModelFunctions, TrainState, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.run.command_line import main
 from train.run.dry_run import dry_run
 

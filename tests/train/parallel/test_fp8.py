@@ -21,8 +21,9 @@ from tests.train.test_step import SHORT, Trainer
 from train.config.config import Config, MeshSizes
 from train.memory.step_memory import abstract_batch, memory_of
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import abstract_state
 from train.parallel.mesh import make_abstract_mesh
-from train.parallel.model import ModelFunctions, abstract_state
+from train.parallel.model import ModelFunctions
 from train.run.command_line import main, parse
 from train.step import sharded_step
 

@@ -15,11 +15,13 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from models.checkpoint.saved_checkpoint import find_checkpoint
+from train.checkpoint.new_state import init_state
 from train.config.config import MeshSizes
 from train.memory.step_memory import abstract_batch
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
 from train.parallel.mesh import make_abstract_mesh, make_mesh
-from train.parallel.model import ModelFunctions, init_state, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.run.command_line import main, parse
 from train.step import sharded_step
 

@@ -19,8 +19,9 @@ from train.config.checks import check
 from train.config.config import MeshConfig, MeshSizes
 from train.memory.step_memory import Memory, abstract_batch, advice, memory_of
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
 from train.parallel.mesh import make_abstract_mesh, mesh_sizes
-from train.parallel.model import ModelFunctions, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.parallel.parameter_shards import ZeroUse, sharded_dimension, sharded_spec, sum_over
 from train.parallel.zero import describe_zero
 from train.step import sharded_step
