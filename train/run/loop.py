@@ -61,7 +61,7 @@ def train(
       Interrupted: a signal asked to stop. The state after the last step that was done is saved.
     """
     config, checkpoints = setup.config, setup.checkpoints
-    rows = local_rows(setup.row_sharding, config.batch_size)
+    rows = local_rows(setup.mesh, config.batch_size)
     batches = setup.text.iterator(rows)
     profiler = _Profiler(config.profile_steps if is_first() else None, config.profile_dir)
     shutdown = shutdown or Shutdown()

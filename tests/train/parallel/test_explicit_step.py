@@ -27,10 +27,10 @@ from train.memory.step_memory import memory_of
 from train.optimizer.optimizer import make_optimizer
 from train.optimizer.state import abstract_state
 from train.parallel import explicit_step
-from train.parallel.batches import BATCH_SPEC
+from train.parallel.batches import BATCH_SPEC, Batch
 from train.parallel.mesh import make_abstract_mesh, make_mesh
 from train.parallel.model import ModelFunctions
-from train.step import Batch, make_step, sharded_step
+from train.step import make_step, sharded_step
 
 _SHORT = presets.debug()
 SHORT = dataclasses.replace(
