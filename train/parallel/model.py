@@ -39,7 +39,7 @@ from train.log.metrics import model_flops_per_token
 from train.parallel import frozen_format
 from train.parallel.mesh import shard_axes_of
 from train.parallel.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
-from train.parallel.weight_gather import gathers_frozen, gathers_trained
+from train.parallel.weight_gather import where_gathered
 
 Params = dict[str, jax.Array]
 #: Parameters as the model computes with them.
@@ -107,11 +107,7 @@ class ModelFunctions:
         self.quantizes_shards = self.zero == 3 and self.fp8 is not None and sizes.context == 1
         self.gathers: Gathers | None = None
         if self.zero == 3:
-            self.gathers = (
-                gathers_frozen(config, sizes)
-                if self.freezes
-                else gathers_trained(config, sizes, local_devices)
-            )
+            self.gathers = where_gathered(config, sizes, local_devices, freezes=self.freezes)
         self._graph, abstract = nnx.split(nnx.eval_shape(build))
         self._variables = {_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(abstract)}
         self.abstract_params = {

@@ -7,8 +7,27 @@ from train.config.config import Config, MeshSizes
 from train.config.experts import gathers_experts
 
 
-def gathers_trained(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gathers:
-    """Where trained weights are gathered.
+def where_gathered(
+    config: Config, sizes: MeshSizes, local_devices: int | None, *, freezes: bool
+) -> Gathers:
+    """Decides where weights are gathered.
+
+    Args:
+      config: the configuration.
+      sizes: the mesh.
+      local_devices: number of devices of a process; None: all.
+      freezes: whether some parameters are not trained.
+
+    Raises:
+      ValueError: if it is to be in matmuls, and they cannot.
+    """
+    if freezes:
+        return _beside_frozen(config, sizes)
+    return _of_trained(config, sizes, local_devices)
+
+
+def _of_trained(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gathers:
+    """Where weights are gathered if all are trained.
 
     Rings hide a gather in its own matmul. They are chosen for devices of one process, shards of
     one size, and gradients that travel in no narrower dtype than the weights.
@@ -26,7 +45,7 @@ def gathers_trained(config: Config, sizes: MeshSizes, local_devices: int | None)
     return "matmuls" if possible and config.overlap in ("auto", "rewrite-jit") else "blocks"
 
 
-def gathers_frozen(config: Config, sizes: MeshSizes) -> Gathers:
+def _beside_frozen(config: Config, sizes: MeshSizes) -> Gathers:
     """Where weights are gathered beside which others are frozen: in matmuls, whose backward gathers
     them again.
 
