@@ -87,7 +87,7 @@ class LocalLoss:
             total += RouterLosses.of(self.config).share(own, whole)
         return total, (cross_entropy, own)
 
-    def and_gradients(
+    def with_gradients(
         self,
         variables: Params,
         microbatch: Batch,
@@ -137,7 +137,7 @@ def loss_and_gradients(
     """The loss of a device's part of the batch and its gradients, summed over its microbatches."""
     count, model = loss.config.gradient_accumulation_steps, loss.config.model
     if count == 1:
-        return loss.and_gradients(variables, batch, dropout_key=dropout_key)
+        return loss.with_gradients(variables, batch, dropout_key=dropout_key)
     microbatches = jax.tree.map(lambda array: array.reshape(count, -1, array.shape[-1]), batch)
     everywhere = lax.pcast(jnp.zeros((), jnp.float32), all_axes(), to="varying")
     no_statistics = statistics_of_none(model, everywhere)
@@ -147,7 +147,7 @@ def loss_and_gradients(
 
     def add(sums: Sums, own: tuple[Batch, jax.Array | None]) -> tuple[Sums, None]:
         microbatch, key = own
-        one = loss.and_gradients(variables, microbatch, whole, key)
+        one = loss.with_gradients(variables, microbatch, whole, key)
         with jax.named_scope("gradient_accumulation"):
             return jax.tree.map(jnp.add, sums, one), None
 
