@@ -13,11 +13,13 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.pytorch import FIRST_STEPS
 from benchmarks.pytorch.runner import time_pytorch
 from benchmarks.step.train import TrainCase
+from train.checkpoint.new_state import init_state
 from train.config.config import ONE_DEVICE
 from train.optimizer.optimizer import make_optimizer
+from train.parallel.loss import batch_losses
 from train.parallel.mesh import make_mesh
-from train.parallel.model import ModelFunctions, init_state
-from train.step import batch_losses, make_step
+from train.parallel.model import ModelFunctions
+from train.step import make_step
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 
