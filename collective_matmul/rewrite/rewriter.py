@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.dispatch.recording import record, record_decisions
 from collective_matmul.jaxprs.bodies import (
     CONTROL_FLOW,
     bodies_of,
@@ -22,7 +22,7 @@ from collective_matmul.jaxprs.bodies import (
 from collective_matmul.jaxprs.graph import Graph
 from collective_matmul.jaxprs.walks import all_equations
 from collective_matmul.ops.matmul.checks import RecipeName
-from collective_matmul.rewrite.find.attention_blocks import AttentionBlocks
+from collective_matmul.rewrite.find.blocks import Blocks
 from collective_matmul.rewrite.find.collective_equations import (
     collective_of,
     holds_collectives,
@@ -36,7 +36,6 @@ from collective_matmul.rewrite.find.divergence import (
     Values,
     axes_of_spec,
 )
-from collective_matmul.rewrite.find.expert_blocks import ExpertBlocks
 from collective_matmul.rewrite.find.explicit_regions import with_regions
 from collective_matmul.rewrite.find.placements import misplaced_by_xla, shows_sharding
 from collective_matmul.rewrite.find.report import (
@@ -44,10 +43,7 @@ from collective_matmul.rewrite.find.report import (
     described,
     is_named,
     is_ours,
-    kept_as_it_is,
-    left_alone,
-    replaced_by,
-    weight_of_site,
+    reported,
 )
 from collective_matmul.rewrite.match.einsum_matches import match_einsum
 from collective_matmul.rewrite.match.gathers import match_gather
@@ -106,8 +102,7 @@ class Rewriter:
         #: Chunked residuals of the jaxprs that were made, by the ids of these.
         self._residuals: dict[int, list[ChunkedResidual]] = {}
         self._forwarded: dict[tuple, Any] = {}
-        self._expert_blocks = ExpertBlocks()
-        self._attention_blocks = AttentionBlocks()
+        self._blocks = Blocks()
         #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
         self._regions: set[int] = set()
         self._inlines = True
@@ -143,8 +138,7 @@ class Rewriter:
     ) -> tuple[Jaxpr, list[ChunkedResidual]]:
         graph = Graph(original)
         if self._axis_sizes:
-            self._expert_blocks.look_into(original)
-            self._attention_blocks.look_into(original)
+            self._blocks.look_into(original)
             graph = self._narrowed(self._bring_together(graph))
         else:
             graph = self._with_regions(graph, region)
@@ -268,7 +262,7 @@ class Rewriter:
         if self._axis_sizes:
             reason = f"it is inside {described(equation)}, which overlap does not rewrite"
             inside = () if is_ours(equation) else all_equations(*jaxprs_of(equation))
-            self.found += [left_alone(inner, reason) for inner in inside if kind_of(inner)]
+            self.found += [reported(inner, reason) for inner in inside if kind_of(inner)]
         return equation
 
     def _rewrite_jaxprs(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
@@ -316,10 +310,8 @@ class Rewriter:
                 continue
             match = self._match(graph, index)
             if isinstance(match, str):
-                reason = self._expert_blocks.reason(equation)
-                reason = reason or self._attention_blocks.remark(equation)
-                reason = reason or self._reason_inside(graph, index)
-                reports[index] = left_alone(equation, reason or match)
+                reason = self._blocks.reason(equation) or self._reason_inside(graph, index)
+                reports[index] = reported(equation, reason or match)
             else:
                 matches.append(match)
         gathered = gathered_weights(graph, matches, self._axis_sizes)
@@ -345,13 +337,13 @@ class Rewriter:
                         accepted[match.index] = placed, site
                         continue
                     placed = site
-                reports.setdefault(match.index, left_alone(equation, placed))
+                reports.setdefault(match.index, reported(equation, placed))
                 refused.append(match.index)
             again = [self._match(graph, index, selection.consumed) for index in refused]
             matches = [match for match in again if not isinstance(match, str)]
         sites = [site for _, site in accepted.values() if not (self._keeps and stays_itself(site))]
         sites = self._tracer.without_needed(graph, sites, *context)
-        reports |= _reports(graph, accepted, sites, self._attention_blocks)
+        reports |= _reports(graph, accepted, sites, self._blocks)
         self.found += [reports[index] for index in sorted(reports)]
         return sites
 
@@ -384,28 +376,35 @@ def _reports(
     graph: Graph,
     accepted: Mapping[int, tuple[PlacedMatch, TracedSite]],
     sites: Sequence[TracedSite],
-    attention: AttentionBlocks,
+    blocks: Blocks,
 ) -> dict[int, FoundSite]:
     """The reports of accepted sites, and of gathers of weights that are possible in their ops.
+
+    Records the decisions of those that replace equations.
 
     Args:
       graph: dataflow of the jaxpr.
       accepted: the matches, with all such gathers, and their sites, by the index of the collective.
       sites: those that replace equations of the program, as they do.
-      attention: what has an op of its own, which the reports name.
+      blocks: what has an op of its own, which the reports name.
     """
     reports: dict[int, FoundSite] = {}
     replacing = {site.placed.match.index: site for site in sites}
     for index, (placed, traced) in accepted.items():
-        site = replacing.get(index, traced)
+        site, replaced = replacing.get(index, traced), index in replacing
         decision, matmuls = site.decisions[0], placed.match.matmuls
         equation = graph.equations[index]
-        if remark := attention.remark(equation):
+        if remark := blocks.remark(equation):
             decision = dataclasses.replace(decision, reason=f"{decision.reason}; {remark}")
-        replaced = index in replacing
-        reports[index] = (replaced_by if replaced else kept_as_it_is)(equation, matmuls, decision)
+        why = reason = decision.reason
+        if replaced:
+            record(decision)
+        else:
+            reason = f"arrays would be transposed without gain ({why})"
+        reports[index] = reported(equation, reason, decision, matmuls, kept=not replaced)
+        executed = replaced and bool(site.placed.weights)
+        reason = why if executed else f"gathered before the matmul ({why})"
         for weight in placed.weights:
-            executed = replaced and bool(site.placed.weights)
             gather = graph.equations[weight.chain[0]]
-            reports[weight.chain[0]] = weight_of_site(gather, matmuls, decision, executed)
+            reports[weight.chain[0]] = reported(gather, reason, decision, matmuls, not executed)
     return reports

@@ -9,6 +9,7 @@ transforms summands, up to a sharded or a replicated result, becomes one region 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -46,7 +47,6 @@ from collective_matmul.rewrite.find.report import (
     FoundSite,
     described,
     is_ours,
-    kept,
     left_alone_by_type,
 )
 
@@ -146,7 +146,10 @@ class _Regions:
         if gradients_end_the_process(equation):
             with record_decisions(hidden=True):
                 new, found = equation, self._rewrite(equation)[1]
-            found = [kept(site, _GRADIENTS) for site in found]
+            found = [
+                replace(site, kept=True, reason=_GRADIENTS) if site.replaced else site
+                for site in found
+            ]
         else:
             new, found = self._rewrite(equation)
         self.found += [(region.anchor, site) for site in found]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Var
 
-from collective_matmul.jaxprs.graph import Graph, Shape, type_of
+from collective_matmul.jaxprs.graph import Atom, Graph, Shape, type_of
 from collective_matmul.rewrite.find.collective_equations import Collective
 from collective_matmul.rewrite.find.commuting import (
     CommutingOp,
@@ -99,6 +99,7 @@ class GatherMatch:
     Attributes:
       index: index of the gather's equation.
       collective: the gather.
+      shard: the array that the program gathers, [..., m, ...] per device.
       root: the gathered array after the equations of `chain`.
       view: view of the root.
       dots: dots that multiply chunks as they arrive. Their x are one array.
@@ -111,6 +112,7 @@ class GatherMatch:
 
     index: int
     collective: Collective
+    shard: Atom
     root: Var
     view: GatheredView
     dots: list[GatheredDot]
@@ -126,9 +128,19 @@ class GatherMatch:
         return [dot.result for dot in (*self.dots, *self.wgrads)]
 
     @property
+    def terms(self) -> list[Matmul]:
+        """The matmuls that multiply chunks as they arrive."""
+        return [dot.matmul for dot in self.dots]
+
+    @property
     def matmuls(self) -> int:
-        """The number of matmuls that multiply chunks as they arrive."""
+        """The number of `terms`."""
         return len(self.dots)
+
+    @property
+    def inputs(self) -> tuple[Atom, ...]:
+        """The arrays that its replacement reads, without the weights."""
+        return (self.shard,)
 
 
 def match_gather(
@@ -163,6 +175,7 @@ def match_gather(
     return GatherMatch(
         index,
         collective,
+        graph.equations[index].invars[0],
         root,
         view,
         dots=[dot for dot in alike if not dot.contracts_rows],

@@ -89,13 +89,11 @@ class SiteSelection:
             return self._place_gather(match)
         if not self._consumed.isdisjoint(match.consumed):
             return "its matmul belongs to another site"
-        group = EquationGroup(match.consumed, self._inputs(match))
+        group = EquationGroup(match.consumed, match.inputs)
         if not self._dependencies.allows(group):
             return "its operands are computed by another site that needs its result"
-        terms = match.terms if isinstance(match, SumMatch) else ()
-        frozen = bool(terms) and all(has_no_gradient(self.graph, term.w) for term in terms)
         position = max(match.consumed)
-        return PlacedMatch(match, match.consumed, position, (group,), frozen=frozen)
+        return PlacedMatch(match, match.consumed, position, (group,), frozen=self._frozen(match))
 
     def _place_gather(self, match: GatherMatch) -> PlacedMatch | str:
         """Places a gather before the first use of its array.
@@ -107,7 +105,7 @@ class SiteSelection:
             return "its matmul belongs to another site"
         position = min(self.graph.users(match.root))
         early = [dot for dot in free if self._makers_after(dot.matmul.w, position) is not None]
-        alone = EquationGroup(frozenset(match.chain), self._inputs(match))
+        alone = EquationGroup(frozenset(match.chain), match.inputs)
         gather = self._joined(alone, early)
         dots = [dot for dot in early if dot.index in gather.equations]
         if not dots:
@@ -127,25 +125,20 @@ class SiteSelection:
             return "the gathered array is also used elsewhere, in another dtype or layout"
         fixed = self._consumed | consumed
         launches = self._launches(gather, group_wgrads(self.graph, later, fixed), root)
+        match = replace(match, dots=dots, wgrads=wgrads, needs_root=needs_root)
         return PlacedMatch(
-            replace(match, dots=dots, wgrads=wgrads, needs_root=needs_root),
+            match,
             consumed,
             position,
             (gather, *launches.values()),
             tuple(group_immediate(self.graph, immediate)),
             tuple(launches),
-            frozen=all(has_no_gradient(self.graph, dot.matmul.w) for dot in dots),
+            frozen=self._frozen(match),
         )
 
-    def _inputs(self, match: Match) -> tuple[Atom, ...]:
-        """What the replacement of a match reads; of a gather, without its weights."""
-        if isinstance(match, SumMatch):
-            return tuple(atom for term in match.terms for atom in (term.x, term.w))
-        if match.collective.kind == "all_gather":
-            (shard,) = self.graph.equations[match.index].invars
-            return (shard,) if isinstance(match, GatherMatch) else (shard, match.operands[1])
-        assert isinstance(match, EinsumMatch)
-        return match.operands
+    def _frozen(self, match: Match) -> bool:
+        """Whether none of the weights of a match has a gradient."""
+        return bool(match.terms) and all(has_no_gradient(self.graph, m.w) for m in match.terms)
 
     def _is_free(self, dot: GatheredDot) -> bool:
         return dot.index not in self._consumed

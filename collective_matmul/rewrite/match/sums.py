@@ -57,6 +57,7 @@ class SumMatch:
         dimension.
       path: the way back to the dots, the same for each, but for its factor.
       factors: the products are multiplied by these before they are added up, which is exact.
+      result: the variable that the site makes.
       consumed: indices of the equations that the site replaces.
     """
 
@@ -65,7 +66,13 @@ class SumMatch:
     terms: tuple[Matmul, ...]
     path: SumPath
     factors: tuple[float, ...]
+    result: Var
     consumed: frozenset[int]
+
+    @property
+    def inputs(self) -> tuple[Atom, ...]:
+        """The arrays that its replacement reads."""
+        return tuple(atom for term in self.terms for atom in (term.x, term.w))
 
     @property
     def products(self) -> list[Var]:
@@ -112,7 +119,8 @@ def match_sum(graph: Graph, index: int, collective: Collective) -> SumMatch | st
         return "the matmuls added up have different layouts"
     consumed = frozenset().union(*(path.consumed for path in paths))
     factors = tuple(path.factor / first.factor for path in paths)
-    return SumMatch(index, collective, terms, first, factors, consumed)
+    (result,) = graph.equations[index].outvars
+    return SumMatch(index, collective, terms, first, factors, result, consumed)
 
 
 def back_to_dot(graph: Graph, index: int, collective: Collective) -> tuple[JaxprEqn, SumPath] | str:

@@ -43,10 +43,9 @@ def weights_of(
     graph: Graph, match: GatherMatch | SumMatch | EinsumMatch, axis_sizes: dict[str, int]
 ) -> tuple[GatheredWeight, ...]:
     """The gathers of the weights of a match, if its op can execute all of them; else none."""
-    if isinstance(match, EinsumMatch) or match.collective.kind == "psum":
+    if match.collective.kind == "psum":
         return ()  # Nothing of an all-reduce is divided into chunks, under which a gather can hide.
-    matmuls = match.terms if isinstance(match, SumMatch) else [dot.matmul for dot in match.dots]
-    found = [_weight_gather(graph, matmul, axis_sizes) for matmul in matmuls]
+    found = [_weight_gather(graph, matmul, axis_sizes) for matmul in match.terms]
     weights = tuple(weight for weight in found if weight is not None)
     shardings = {weight.sharding for weight in weights}
     alike = len(weights) == len(found) and len(shardings) == 1
@@ -55,7 +54,7 @@ def weights_of(
         return ()
     # What is gathered may be multiplied by itself. Then it is needed whole.
     gathered = [graph.equations[index].outvars[0] for each in weights for index in each.chain]
-    return () if any(matmul.x is var for matmul in matmuls for var in gathered) else weights
+    return () if any(matmul.x is var for matmul in match.terms for var in gathered) else weights
 
 
 def _weight_gather(

@@ -51,10 +51,9 @@ def _plain_products(match: Match) -> list[Var]:
     """The products for which the op transposes nothing that the program does not."""
     if isinstance(match, EinsumMatch):
         return match.products  # Einsums multiply chunks in the layout of the program.
-    matmuls = match.terms if isinstance(match, SumMatch) else [dot.matmul for dot in match.dots]
     return [
         matmul.equation.outvars[0]
-        for matmul in matmuls
+        for matmul in match.terms
         if not matmul.needs_transpose and not _transposes_x(matmul)
     ]
 

@@ -113,7 +113,7 @@ class SiteTracer:
         if type_of(equation.invars[0]).dtype == jnp.float64 and stored != PLAIN:
             reason = "float64 has more range than the scales, which are float32"
             call, stored = call.remarking(stored.refusal(reason)), PLAIN
-        replacements = replacements_of(placed, equation, call, stored)
+        replacements = replacements_of(placed, call, stored)
         key = shard_maps, call, stored, call.source, signature(placed, replacements)
         if key not in self._traced:
             self._traced[key] = trace(replacements)
