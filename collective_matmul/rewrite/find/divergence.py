@@ -141,13 +141,3 @@ class Divergence(Propagation):
         named = params.get("axis_name", params.get("axes", ()))
         named = {*effects, *(named if isinstance(named, tuple) else (named,))}
         return [joined | (self.axes & named)] * len(equation.outvars)
-
-
-def axes_of_spec(spec: Any) -> Axes:
-    """The mesh axes that a `PartitionSpec` names, over which a shard differs between devices."""
-    named = [
-        axis
-        for entry in spec.partitions
-        for axis in (entry if isinstance(entry, tuple) else (entry,))
-    ]
-    return frozenset(named).difference({None}).union(getattr(spec, "unreduced", ()))

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
 from collective_matmul.jaxprs.bodies import jaxprs_of
 from collective_matmul.jaxprs.dependencies import Dependencies, EquationGroup
 from collective_matmul.jaxprs.graph import Atom, Graph, is_pure, variables
 from collective_matmul.jaxprs.walks import all_equations
+from collective_matmul.rewrite.find.collective_equations import collective_of
 from collective_matmul.rewrite.find.commuting import has_no_gradient
 from collective_matmul.rewrite.find.report import is_ours
-from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
-from collective_matmul.rewrite.match.gathers import GatheredDot, GatherMatch
+from collective_matmul.rewrite.match.einsum_matches import EinsumMatch, match_einsum
+from collective_matmul.rewrite.match.gathers import GatheredDot, GatherMatch, match_gather
 from collective_matmul.rewrite.match.grouped_wgrad import (
     GroupedWgrad,
     group_immediate,
     group_wgrads,
 )
-from collective_matmul.rewrite.match.sums import SumMatch
+from collective_matmul.rewrite.match.sums import SumMatch, match_sum
 from collective_matmul.rewrite.match.weight_gathers import GatheredWeight
 
 Match = GatherMatch | SumMatch | EinsumMatch
+
+
+def match_at(
+    graph: Graph, index: int, axis_sizes: Mapping[str, int], taken: Set[int] = frozenset()
+) -> Match | str:
+    """The match of the collective of equation `index`, or why there is none.
+
+    Args:
+      graph: dataflow of the jaxpr.
+      index: index of an equation with a `kind_of`.
+      axis_sizes: the manual axes around the jaxpr, with their sizes.
+      taken: indices of the matmuls that it cannot have.
+    """
+    collective = collective_of(graph.equations[index], axis_sizes)
+    if isinstance(collective, str):
+        return collective
+    if collective.kind == "all_gather":
+        found = match_gather(graph, index, collective, taken)
+    else:
+        found = match_sum(graph, index, collective)
+    if isinstance(found, str):
+        return match_einsum(graph, index, collective) or found
+    return found
+
 
 _CYCLE = "the other operand of its matmul is computed from the gathered array"
 
@@ -116,8 +141,9 @@ class SiteSelection:
         immediate = [dot for dot in ready if dot.index in gather.equations]
         later = [dot for dot in wgrads if dot not in immediate]
         inputs = variables([*gather.inputs, *(dot.matmul.w for dot in later)])
-        consumed = consumed_by(self.graph, match.between, [*dots, *wgrads], inputs)
-        consumed = consumed.union(match.chain)
+        multiplied = {dot.index for dot in (*dots, *wgrads)}
+        unneeded = self.graph.unneeded(match.between, multiplied, inputs)
+        consumed = frozenset(multiplied).union(unneeded, match.chain)
         root, users = match.root, self.graph.users(match.root)
         used = root in inputs or root in self.graph.results
         needs_root = used or not consumed.issuperset(users)
@@ -195,26 +221,3 @@ def _multiplies(equation: JaxprEqn) -> bool:
 def _with_dots(group: EquationGroup, dots: Sequence[GatheredDot]) -> EquationGroup:
     equations = group.equations.union(dot.index for dot in dots)
     return EquationGroup(equations, (*group.inputs, *(dot.matmul.w for dot in dots)))
-
-
-def consumed_by(
-    graph: Graph,
-    between: Sequence[int],
-    dots: Sequence[GatheredDot],
-    needed: Collection[Var],
-) -> frozenset[int]:
-    """Indices of the dots, and of equations between the root and them that have no other use.
-
-    Args:
-      graph: dataflow of the jaxpr.
-      between: indices of the equations between the root and the dots, each after its producers.
-      dots: the dots.
-      needed: variables that the replacement reads.
-    """
-    consumed = {dot.index for dot in dots}
-    for index in reversed(between):
-        (var,) = graph.equations[index].outvars
-        used = var in graph.results or var in needed
-        if not used and consumed.issuperset(graph.users(var)):
-            consumed.add(index)
-    return frozenset(consumed)

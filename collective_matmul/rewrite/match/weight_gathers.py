@@ -5,11 +5,8 @@ The ops gather such weights in the loop in which they multiply them; see `weight
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Literal
-
-from jax.extend.core import Var
 
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of
 from collective_matmul.operands.sharded import WeightShards
@@ -99,24 +96,3 @@ def _matrix_dimension(matmul: Matmul, dimension: int) -> Literal[0, 1] | None:
         if dimension in group and all(shape[i] == 1 for i in group[: group.index(dimension)]):
             return 0 if side == 0 else 1
     return None
-
-
-def unused_after(
-    graph: Graph, weights: Iterable[GatheredWeight], consumed: Set[int], read: Set[Var]
-) -> set[int]:
-    """The equations of gathers of weights that nothing needs once others are consumed.
-
-    Args:
-      graph: the program.
-      weights: the gathers.
-      consumed: indices of the equations that sites replace.
-      read: variables that the replacements read.
-    """
-    unused: set[int] = set()
-    for index in sorted({index for weight in weights for index in weight.chain}, reverse=True):
-        (var,) = graph.equations[index].outvars
-        if var in graph.results or var in read:
-            continue
-        if unused.union(consumed).issuperset(graph.users(var)):
-            unused.add(index)
-    return unused

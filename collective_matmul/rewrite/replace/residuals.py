@@ -19,9 +19,8 @@ from collective_matmul.jaxprs.graph import Graph, is_pure, type_of, variables
 from collective_matmul.operands.chunked import Chunked
 from collective_matmul.rewrite.match.gathers import GatheredDot, GatherMatch, dots_of
 from collective_matmul.rewrite.match.grouped_wgrad import group_wgrads, tie_to_sum
-from collective_matmul.rewrite.match.inlining import is_plain_call
-from collective_matmul.rewrite.match.narrowing import narrow_matmuls, narrowed
-from collective_matmul.rewrite.match.site_selection import PlacedMatch, consumed_by
+from collective_matmul.rewrite.match.normal_form import is_plain_call, narrowed
+from collective_matmul.rewrite.match.site_selection import PlacedMatch
 from collective_matmul.rewrite.replace.replacements import ResidualRef, wgrad_replacements
 from collective_matmul.rewrite.replace.splice import TracedSite, instantiate, splice, trace
 
@@ -183,8 +182,7 @@ def _take_chunks(closed: Any, positions: dict[int, ChunkedResidual]) -> tuple[An
 
 def _take_one_in_chunks(jaxpr: Jaxpr, position: int, residual: ChunkedResidual) -> Jaxpr | None:
     """The jaxpr with one more argument in chunks; None if something needs it whole."""
-    graph = Graph(jaxpr)
-    graph, _ = narrowed(graph, narrow_matmuls(graph))
+    graph = narrowed(Graph(jaxpr))
     match, whole = residual.match, jaxpr.invars[position]
     between: list[int] = []
     dots: list[GatheredDot] = []
@@ -202,7 +200,8 @@ def _take_one_in_chunks(jaxpr: Jaxpr, position: int, residual: ChunkedResidual) 
     residual_ref, types = ResidualRef(position), jax.tree.map(type_of, residual.chunks)
     chunks = jax.tree.map(Var, types)
     replacements = wgrad_replacements(groups, residual_ref, sums)
-    consumed = consumed_by(graph, between, dots, needed)
+    multiplied = frozenset(dot.index for dot in dots)
+    consumed = multiplied | graph.unneeded(between, multiplied, needed)
     placed = PlacedMatch(match, consumed, first.position, later_wgrads=groups)
     tracing = trace(replacements, {residual_ref: types})
     like = graph.equations[first.position]
