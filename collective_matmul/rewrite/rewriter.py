@@ -19,7 +19,7 @@ from collective_matmul.jaxprs.bodies import (
     with_jaxprs,
 )
 from collective_matmul.jaxprs.graph import Graph
-from collective_matmul.jaxprs.walks import all_equations
+from collective_matmul.jaxprs.walks import ByIdentity, all_equations
 from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.rewrite.find.blocks import Blocks
 from collective_matmul.rewrite.find.collective_equations import (
@@ -81,11 +81,11 @@ class Rewriter:
         self._axis_sizes = axis_sizes or {}
         self._divergence = Divergence(self._axis_sizes)
         self._shard_maps: tuple = ()
-        self._done: dict[tuple, tuple[Any, Any]] = {}
+        self._done = ByIdentity[Any]()
         self._tracer = SiteTracer(implementation, self._recipe_of)
         #: Chunked residuals of the jaxprs that were made, by the ids of these.
         self._residuals: dict[int, list[ChunkedResidual]] = {}
-        self._forwarded: dict[tuple, Any] = {}
+        self._forwarded = ByIdentity[Any]()
         self._blocks = Blocks()
         #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
         self._regions: set[int] = set()
@@ -100,11 +100,11 @@ class Rewriter:
           jaxpr: the jaxpr.
           region: how the devices execute it.
         """
-        key = id(jaxpr), self._shard_maps, region, self._recipes
+        key: tuple = self._shard_maps, region, self._recipes
         if not self._inlines:  # Sites of a trial count for each call.
-            key = (*key, len(self._done))
-        if key not in self._done:
-            inner = opened(jaxpr)
+            key = (object(),)
+
+        def rewritten() -> Any:
             new, residuals = inner, []
             if holds_collectives(inner) or self._shows_sharding(inner):
                 new, residuals = self._rewrite_jaxpr(inner, region)
@@ -112,10 +112,11 @@ class Rewriter:
                 new = jaxpr
             elif inner is not jaxpr:
                 new = jaxpr.replace(jaxpr=new)
-            # Keep the original alive, so that no other object gets its id.
-            self._done[key] = jaxpr, new
             self._residuals[id(new)] = residuals
-        return self._done[key][1]
+            return new
+
+        inner = opened(jaxpr)
+        return self._done.get(jaxpr, key, rewritten)
 
     def _rewrite_jaxpr(
         self, original: Jaxpr, region: Region

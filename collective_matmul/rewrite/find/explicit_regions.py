@@ -334,7 +334,7 @@ class _Regions:
                     reasons.append(f"{described(equation)} shards its result over {axis!r} again")
                 else:
                     devices = type_of(var).sharding.mesh.shape[axis]
-                    after = None if dimension is None else op.dimension_after(dimension, devices)
+                    after = None if dimension is None else op.dimension(dimension, devices)
                     follow(user, path, after)
 
         for index in self._users_of(gather):

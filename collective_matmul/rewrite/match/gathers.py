@@ -18,6 +18,7 @@ from collective_matmul.rewrite.find.commuting import (
     ShardOp,
     commuting_op,
     divided,
+    reshaping,
     scaling,
 )
 from collective_matmul.rewrite.find.report import described
@@ -51,11 +52,11 @@ class GatheredView:
     dimension: int
     shape: Shape
 
-    def after(self, graph: Graph, op: CommutingOp, devices: int) -> GatheredView | str:
+    def after(self, op: CommutingOp, devices: int) -> GatheredView | str:
         """The view of the result of applying `op` to this variable; or why there is none."""
-        dimension = op.dimension_after(self.dimension, devices) if self.shape == self.base else None
+        dimension = op.dimension(self.dimension, devices) if self.shape == self.base else None
         if dimension is not None:
-            shard_op = op.on_shard(graph, dimension, devices)
+            shard_op = op.on_shard(dimension, devices)
             return GatheredView(
                 (*self.shard_ops, shard_op), op.shape_after, dimension, op.shape_after
             )
@@ -64,7 +65,7 @@ class GatheredView:
         name = op.equation.primitive.name
         if self.shape == self.base or name in ("transpose", "sharding_constraint"):
             return f"{described(op.equation)} mixes the gathered dimension with others"
-        shard_op = op.on_shard(graph, None, devices)
+        shard_op = op.on_shard(None, devices)
         return replace(self, shard_ops=(*self.shard_ops, shard_op))
 
 
@@ -195,8 +196,7 @@ def view_of(graph: Graph, index: int, collective: Collective) -> GatheredView:
     assert dimension is not None
     shape, shard_ops = tuple(type_of(var).shape), ()
     if not collective.tiled:
-        local = divided(shape, dimension, collective.devices)
-        shard_ops = (ShardOp("reshape", local, lambda array: lax.reshape(array, local)),)
+        shard_ops = (reshaping(divided(shape, dimension, collective.devices)),)
     return GatheredView(shard_ops, shape, dimension, shape)
 
 
@@ -217,7 +217,7 @@ def follow(
         op = commuting_op(graph, graph.equations[user])
         if op is None or op.operand is not var:
             break
-        after = widens(op) or view.after(graph, op, collective.devices)
+        after = widens(op) or view.after(op, collective.devices)
         if isinstance(after, str):
             return (*chain,), after
         chain.append(user)
@@ -256,11 +256,11 @@ def dots_of(
             border = _BORDERS.get(equation.primitive.name, "")
             yield f"{described(equation)}{border} uses the gathered array"
             continue
-        exact, dtype = op.exact_factor(graph), type_of(equation.outvars[0]).dtype
+        exact, dtype = op.exact_factor, type_of(equation.outvars[0]).dtype
         before, scale = view, factor * (exact or 1.0)
         if abs(scale) != 1 and dtype == jnp.float16:  # It has few numbers near zero.
             before, scale = replace(view, shard_ops=(*view.shard_ops, scaling(scale))), 1.0
-        after = before if exact else widens(op) or before.after(graph, op, devices)
+        after = before if exact else widens(op) or before.after(op, devices)
         if isinstance(after, str):
             yield after
         else:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -69,16 +68,15 @@ def normal_form(graph: Graph, match: Matching) -> Graph:
         trial = _sunk(graph, index)
         if trial is not None and _matches_in(trial, match) > _matches_in(graph, match):
             graph = trial
-    narrow = _narrow_matmuls(graph)
-    trial, made = _with_narrow(graph, narrow)
-    found = (match(trial, index) for index in _collectives(trial) if narrow)
+    trial, made = _narrowed(graph)
+    found = (match(trial, index) for index in _collectives(trial) if made)
     products = {var for each in found if not isinstance(each, str) for var in each.products}
-    return _with_narrow(graph, [matmul for var, matmul in made.items() if var in products])[0]
+    return _narrowed(graph, [index for var, index in made.items() if var in products])[0]
 
 
 def narrowed(graph: Graph) -> Graph:
     """The jaxpr with all matmuls in half precision that can be; the same object if none can."""
-    return _with_narrow(graph, _narrow_matmuls(graph))[0]
+    return _narrowed(graph)[0]
 
 
 def _matches_in(graph: Graph, match: Matching) -> int:
@@ -284,41 +282,21 @@ def _replaced(atoms: list[Any], place: int, atom: Atom) -> list[Any]:
 # Folding casts into matmuls.
 
 
-@dataclass(frozen=True)
-class _NarrowMatmul:
-    """A matmul that can be executed in half precision.
+def _narrowed(graph: Graph, wanted: Collection[int] | None = None) -> tuple[Graph, dict[Var, int]]:
+    """The jaxpr with matmuls in half precision; the same object if none can be.
 
-    Attributes:
-      index: index of its equation.
-      dtype: the half-precision dtype.
-      after: indices of the equations from the matmul to the cast of its result, which is the last;
-        empty if its result is in half precision.
-      result: the variable with the result in half precision.
+    Also the indices of these, by the variables that their new equations make.
+
+    Args:
+      graph: dataflow of the jaxpr.
+      wanted: indices of matmuls; None for all.
     """
-
-    index: int
-    dtype: Any
-    after: tuple[int, ...]
-    result: Var
-
-
-def _narrow_matmuls(graph: Graph) -> list[_NarrowMatmul]:
-    """The matmuls that are not in half precision but can be."""
-    dots = (i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "dot_general")
-    return [found for found in (_narrow_matmul(graph, index) for index in dots) if found]
-
-
-def _with_narrow(
-    graph: Graph, matmuls: Collection[_NarrowMatmul]
-) -> tuple[Graph, dict[Var, _NarrowMatmul]]:
-    """The jaxpr with these matmuls in half precision; the same object if there are none.
-
-    Also the matmuls, by the variables that their new equations make.
-    """
-    if not matmuls:
-        return graph, {}
     narrowing = _Narrowing(graph)
-    made = {narrowing.add(matmul): matmul for matmul in matmuls}
+    dots = (i for i, e in enumerate(graph.equations) if e.primitive.name == "dot_general")
+    for index in dots if wanted is None else wanted:
+        narrowing.add(index)
+    if not narrowing.made:
+        return graph, {}
     equations: list[JaxprEqn] = []
     for index, equation in enumerate(graph.equations):
         replaced = narrowing.replaced.get(index, [equation])
@@ -331,30 +309,7 @@ def _with_narrow(
             continue
         needed.update(variables(equation.invars))
         kept.append(equation)
-    return Graph(graph.jaxpr.replace(eqns=kept[::-1])), made
-
-
-def _narrow_matmul(graph: Graph, index: int) -> _NarrowMatmul | None:
-    equation = graph.equations[index]
-    dtypes = {_narrow_dtype(graph, atom) for atom in equation.invars}
-    (var,) = equation.outvars
-    result = type_of(var).dtype
-    dtype = dtypes.pop()
-    if dtypes or dtype is None or result not in (dtype, jnp.float32):
-        return None
-    if result == dtype:
-        widened = any(type_of(atom).dtype != dtype for atom in equation.invars)
-        return _NarrowMatmul(index, dtype, (), var) if widened else None
-    after: list[int] = []
-    while (user := graph.only_user(var)) is not None:
-        after.append(user)
-        using = graph.equations[user]
-        name, (var, *_) = using.primitive.name, using.outvars
-        if name == "convert_element_type" and type_of(var).dtype == dtype:
-            return _NarrowMatmul(index, dtype, tuple(after), var)
-        if _exact_operand(graph, using) is None:
-            return None
-    return None
+    return Graph(graph.jaxpr.replace(eqns=kept[::-1])), narrowing.made
 
 
 def _narrow_dtype(graph: Graph, atom: Atom) -> Any:
@@ -378,13 +333,14 @@ def _exact_operand(graph: Graph, equation: JaxprEqn) -> Atom | None:
     if equation.primitive.name in _EXACT and len(equation.invars) == 1:
         return equation.invars[0]
     op = commuting_op(graph, equation)
-    return None if op is None or op.exact_factor(graph) is None else op.operand
+    return None if op is None or op.exact_factor is None else op.operand
 
 
 class _Narrowing:
     """Equations in half precision that take the place of others.
 
     Attributes:
+      made: the indices of the matmuls, by the variables that their new equations make.
       replaced: by index, the equations in place of one.
       inserted: by index, the equations after one.
       bypassed: indices of equations that are no longer needed for the matmuls.
@@ -394,32 +350,55 @@ class _Narrowing:
     """
 
     def __init__(self, graph: Graph):
+        self.made: dict[Var, int] = {}
         self.replaced: dict[int, list[JaxprEqn]] = {}
         self.inserted: dict[int, list[JaxprEqn]] = defaultdict(list)
         self.bypassed: set[int] = set()
         self._graph = graph
         self._narrow: dict[Atom, Atom] = {}
 
-    def add(self, matmul: _NarrowMatmul) -> Var:
+    def add(self, index: int) -> None:
         """Executes a matmul, and what follows until its result is cast, in half precision.
 
-        Returns:
-          The variable that the matmul itself makes.
+        If it can be, and is not yet.
         """
-        dot, *between = (matmul.index, *matmul.after[:-1])
-        results = [
-            _like(self._graph.equations[i].outvars[0], matmul.dtype) for i in (dot, *between)
-        ]
-        results[-1] = matmul.result
-        equation = self._graph.equations[dot]
-        params = {**equation.params, "preferred_element_type": jnp.dtype(matmul.dtype)}
+        equation = self._graph.equations[index]
+        dtype, *others = {_narrow_dtype(self._graph, atom) for atom in equation.invars}
+        until_cast = None if others or dtype is None else self._until_cast(index, dtype)
+        if until_cast is None:
+            return
+        *between, last = until_cast
+        results = [_like(self._graph.equations[i].outvars[0], dtype) for i in (index, *between)]
+        (results[-1],) = self._graph.equations[last].outvars
+        params = {**equation.params, "preferred_element_type": jnp.dtype(dtype)}
         operands = [self._operand(atom) for atom in equation.invars]
-        new = equation.replace(params=params, invars=operands, outvars=results[:1])
-        self.replaced[dot] = [new]
-        for index, operand, result in zip(between, results, results[1:], strict=False):
-            self.replaced[index] = _in_half(self._graph, index, operand, result)
-        self.replaced.update({key: [] for key in matmul.after[-1:]})
-        return results[0]
+        self.replaced[last] = []
+        self.replaced[index] = [
+            equation.replace(params=params, invars=operands, outvars=results[:1])
+        ]
+        for at, operand, result in zip(between, results, results[1:], strict=False):
+            self.replaced[at] = _in_half(self._graph, at, operand, result)
+        self.made[results[0]] = index
+
+    def _until_cast(self, index: int, dtype: Any) -> list[int] | None:
+        """The equations from a matmul, without it, to the cast of its result, which is the last.
+
+        Only the matmul if its result is in half precision; None if it need not or cannot be so.
+        """
+        equation, found = self._graph.equations[index], list[int]()
+        (var,) = equation.outvars
+        if type_of(var).dtype == dtype:
+            widened = any(type_of(atom).dtype != dtype for atom in equation.invars)
+            return [index] if widened else None
+        exact = type_of(var).dtype == jnp.float32
+        while exact and (user := self._graph.only_user(var)) is not None:
+            found.append(user)
+            using = self._graph.equations[user]
+            name, (var, *_) = using.primitive.name, using.outvars
+            if name == "convert_element_type" and type_of(var).dtype == dtype:
+                return found
+            exact = _exact_operand(self._graph, using) is not None
+        return None
 
     def _operand(self, atom: Atom) -> Atom:
         """The operand of a matmul in half precision."""

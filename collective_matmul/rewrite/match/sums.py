@@ -16,6 +16,7 @@ from collective_matmul.rewrite.find.commuting import (
     ShardOp,
     commuting_op,
     divided,
+    reshaping,
     same_blocks,
 )
 from collective_matmul.rewrite.find.report import described
@@ -227,7 +228,7 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
         if before.itemsize > path.dtype.itemsize:
             return f"its result is rounded from {before} to {path.dtype} before the sum"
         return f"multiplied in {before} and summed in {path.dtype}"
-    factor = op.exact_factor(graph)
+    factor = op.exact_factor
     if factor is not None:
         return op.operand, replace(path, factor=path.factor * factor)
     if name in ("mul", "div") and path.dtype == jnp.float16:
@@ -238,10 +239,10 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
         return f"{described(equation)} and a reshape mix the scattered dimension with others"
     before = path.dimension
     if before is not None and path.shape is None:
-        before = op.dimension_before(before, devices)
+        before = op.dimension(before, devices, before=True)
         if before is None:
             return f"{described(equation)} mixes the scattered dimension with others"
-    shard_op = op.on_shard(graph, path.dimension, devices)
+    shard_op = op.on_shard(path.dimension, devices)
     return op.operand, replace(path, shard_ops=(*path.shard_ops, shard_op), dimension=before)
 
 
@@ -255,8 +256,7 @@ def _before_reshape(path: SumPath, op: CommutingOp, devices: int) -> SumPath:
     before = same_blocks(shape, path.dimension, op.shape_before, devices)
     if before is None:
         return replace(path, shape=shape)
-    local = divided(shape, path.dimension, devices)
-    shard_op = ShardOp("reshape", local, lambda array: lax.reshape(array, local))
+    shard_op = reshaping(divided(shape, path.dimension, devices))
     return replace(path, shard_ops=(*path.shard_ops, shard_op), dimension=before, shape=None)
 
 

@@ -77,7 +77,7 @@ def _weight_gather(
         return None
     view = view_of(graph, index, collective)
     for op in ops:
-        view = view.after(graph, op, collective.devices)
+        view = view.after(op, collective.devices)
         if isinstance(view, str) or view.shape != view.base:
             return None
     dimension = _matrix_dimension(matmul, view.dimension)

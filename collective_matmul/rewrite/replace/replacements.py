@@ -32,9 +32,8 @@ from collective_matmul.ops.matmul.gradients import (
 from collective_matmul.rewrite.find.commuting import ShardOp, divided, scale
 from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.match.gathers import GatherMatch
-from collective_matmul.rewrite.match.grouped_wgrad import GroupedWgrad
 from collective_matmul.rewrite.match.matmuls import Matmul
-from collective_matmul.rewrite.match.site_selection import PlacedMatch
+from collective_matmul.rewrite.match.site_selection import GroupedWgrad, PlacedMatch
 from collective_matmul.rewrite.match.sums import SumMatch
 from collective_matmul.rewrite.replace.gathered_uses import weight_gradients, whole_array
 
@@ -174,38 +173,32 @@ def wgrad_replacements(
       sums: for each sum over devices that a group is tied to, by index, its result and the variable
         that the program reads in its place, each in a sequence of one.
     """
-    replacements = []
-    for group in groups:
-        products = ResidualRef(group.position, "products")
-        inputs = [residual, *(dot.matmul.w for dot in group.dots)]
-        outputs = [dot.result for dot in group.dots]
-        summed, read = sums.get(group.tied_sum, ((), ()))
-        replacements += [
-            Replacement(group.position, inputs, [products], _compute_products(group)),
-            Replacement(
-                group.ready_position,
-                [products, *summed],
-                [*read, *outputs],
-                _finish_products(group),
-            ),
-        ]
-    return replacements
+    return [made for group in groups for made in _of_launch(group, residual, sums)]
 
 
-def _compute_products(group: GroupedWgrad) -> Callable[..., tuple]:
+def _of_launch(
+    group: GroupedWgrad,
+    residual: ResidualRef,
+    sums: Mapping[int | None, tuple[Sequence[Var], Sequence[Var]]],
+) -> list[Replacement]:
+    """The products of one launch, and the weight gradients that are made of them."""
+
     def weight_gradients(gathered: Gathered, *others: jax.Array) -> tuple:
         return (_products(group, gathered, iter(others)),)
 
-    return weight_gradients
-
-
-def _finish_products(group: GroupedWgrad) -> Callable[..., tuple]:
     def finished_weight_gradients(products: list[jax.Array], *sums: jax.Array) -> tuple:
         if sums:
             sums, products = lax.optimization_barrier((sums, products))
         return (*sums, *_results(group, products))
 
-    return finished_weight_gradients
+    ref = ResidualRef(group.position, "products")
+    inputs = [residual, *(dot.matmul.w for dot in group.dots)]
+    summed, read = sums.get(group.tied_sum, ((), ()))
+    outputs = [*read, *(dot.result for dot in group.dots)]
+    return [
+        Replacement(group.position, inputs, [ref], weight_gradients),
+        Replacement(group.ready_position, [ref, *summed], outputs, finished_weight_gradients),
+    ]
 
 
 def _products(
