@@ -176,14 +176,14 @@ def traced_program(fun: Callable, args: tuple, kwargs: dict) -> Any:
 
 def sites_of(program: Any, requested: tuple[str, ...] | None = None) -> list[FoundSite]:
     """The gathers and sums of a closed jaxpr, and what `overlap` would do about each."""
-    rewriter = Rewriter(requested)
-    rewriter.rewrite(program)
-    return rewriter.found
+    return sites_and_keys(program, requested)[0]
 
 
-def sites_and_keys(program: Any) -> tuple[list[FoundSite], dict[int, tuple]]:
+def sites_and_keys(
+    program: Any, requested: tuple[str, ...] | None = None
+) -> tuple[list[FoundSite], dict[int, tuple]]:
     """The same, and the keys of those outside shard_map, by the ids of equations of the program."""
-    rewriter = Rewriter(None)
+    rewriter = Rewriter(requested)
     rewriter.rewrite(program)
     return rewriter.found, rewriter.keys
 

@@ -7,7 +7,7 @@ the dimension that is, or will be, divided over the devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,6 +165,26 @@ def commuting_op(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:
     if name == "reshape" and equation.params.get("dimensions") is not None:
         return None
     return op
+
+
+def back_through(
+    graph: Graph,
+    atom: Atom,
+    commutes: Callable[[Graph, JaxprEqn], CommutingOp | None] = commuting_op,
+) -> Iterator[tuple[int, CommutingOp | None]]:
+    """Yields the equations that make an array, the last first, back to one that does not commute.
+
+    Args:
+      graph: dataflow of the jaxpr.
+      atom: the array.
+      commutes: returns an equation as an op; None for the one that comes last, with its index.
+    """
+    while (index := graph.producer(atom)) is not None:
+        op = commutes(graph, graph.equations[index])
+        yield index, op
+        if op is None:
+            return
+        atom = op.operand
 
 
 def _scaling_op(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:

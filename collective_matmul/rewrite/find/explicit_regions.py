@@ -23,6 +23,7 @@ from collective_matmul.dispatch.recording import record, record_decisions
 from collective_matmul.jaxprs.dependencies import Dependencies, EquationGroup, spliced
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
 from collective_matmul.rewrite.find.collective_equations import CollectiveKind
+from collective_matmul.rewrite.find.commuting import back_through
 from collective_matmul.rewrite.find.manual_regions import (
     ADDITIONS,
     ManualRegion,
@@ -362,11 +363,8 @@ class _Regions:
         """
         trees = self._summands(axis, asking)
         ends = [i for i in trees if self.graph.only_user(self._made_by(i)) not in trees]
-        for index in ends:
-            while (op := commutes(self.graph, self.graph.equations[index])) is not None:
-                producer = self.graph.producer(op.operand)
-                assert producer is not None
-                index = producer
+        for end in ends:
+            *_, (index, _) = back_through(self.graph, self._made_by(end), commutes)
             self._sum(index, axis, trees[index], accept)
 
     def _made_by(self, index: int) -> Var:
@@ -432,17 +430,11 @@ def _weight_of(graph: Graph, dot: int, axis: str) -> ExplicitWeight | None:
     for side, gather in _gathers_of(equation):
         if side == 1 and gather.axis != axis:
             return ExplicitWeight(gather, dot)
-    weight = equation.invars[1]
-    while (index := graph.producer(weight)) is not None:
+    for index, _ in back_through(graph, equation.invars[1], commutes):
         between.insert(0, index)
-        equation = graph.equations[index]
-        if equation.primitive.name == "reshard":
-            break
-        op = commutes(graph, equation)
-        if op is None:
-            return None
-        weight = op.operand
-    if index is None or not _is_weight(graph, index):
+    index, *_ = (*between, dot)
+    equation = graph.equations[index]
+    if equation.primitive.name != "reshard" or not _is_weight(graph, index):
         return None
     for _, gather in _gathers_of(equation):
         if gather.axis != axis and other_axes_stay(
