@@ -20,7 +20,6 @@ from collective_matmul.jaxprs.bodies import (
 )
 from collective_matmul.jaxprs.graph import Graph
 from collective_matmul.jaxprs.walks import ByIdentity, all_equations
-from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.rewrite.find.blocks import Blocks
 from collective_matmul.rewrite.find.collective_equations import (
     holds_collectives,
@@ -42,6 +41,7 @@ from collective_matmul.rewrite.find.report import (
     is_ours,
     reported,
 )
+from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
 from collective_matmul.rewrite.match.normal_form import inlined, normal_form
 from collective_matmul.rewrite.replace.residuals import (
     ChunkedResidual,
@@ -51,7 +51,6 @@ from collective_matmul.rewrite.replace.residuals import (
 from collective_matmul.rewrite.replace.rules import rewritten_rules
 from collective_matmul.rewrite.replace.sites import SiteTracer, Surroundings, selected_sites
 from collective_matmul.rewrite.replace.splice import TracedSite, inside_shard_map, splice
-from collective_matmul.rewrite.scoped_recipes import ScopedRecipes
 
 
 class Rewriter:
@@ -82,7 +81,7 @@ class Rewriter:
         self._divergence = Divergence(self._axis_sizes)
         self._shard_maps: tuple = ()
         self._done = ByIdentity[Any]()
-        self._tracer = SiteTracer(implementation, self._recipe_of)
+        self._tracer = SiteTracer(implementation)
         #: Chunked residuals of the jaxprs that were made, by the ids of these.
         self._residuals: dict[int, list[ChunkedResidual]] = {}
         self._forwarded = ByIdentity[Any]()
@@ -140,7 +139,12 @@ class Rewriter:
 
     def _around(self, region: Region) -> Surroundings:
         return Surroundings(
-            self._axis_sizes, self._shard_maps, region.divergent, self._keeps, self._blocks
+            self._axis_sizes,
+            self._shard_maps,
+            region.divergent,
+            self._recipes,
+            self._keeps,
+            self._blocks,
         )
 
     def _shows_sharding(self, jaxpr: Jaxpr) -> bool:
@@ -196,9 +200,6 @@ class Rewriter:
         for index in calls:
             equations[index] = forwarding.with_chunk_results(index, equations[index])
         return equations
-
-    def _recipe_of(self, equation: JaxprEqn) -> RecipeName | None:
-        return self._recipes.of(equation)
 
     def _rewrite_equation(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         """The equation, with the jaxprs that it executes rewritten."""

@@ -24,8 +24,8 @@ from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import Implementation
 from collective_matmul.rewrite.find.placements import explicit_axes
 from collective_matmul.rewrite.find.report import FoundSite, consider, table
+from collective_matmul.rewrite.find.scoped_recipes import Fp8, scoped_recipes
 from collective_matmul.rewrite.rewriter import Rewriter
-from collective_matmul.rewrite.scoped_recipes import Fp8, scoped_recipes
 
 #: Why a function has no sites, and what to do about it.
 NOTHING_SHOWN = (

@@ -7,5 +7,6 @@ Inside shard_map they are equations of the program. Over Explicit mesh axes, typ
 them (`placements`, `explicit_regions`); those equations are first written as a shard_map
 (`manual_regions`), so that both kinds of programs have one description. `divergence` adds which
 devices execute a collective. `blocks` recognizes those that have an op of their own. `commuting`
-says which equations beside a collective may change places with it.
+says which equations beside a collective may change places with it, `scoped_recipes` which sites are
+in 8 bits.
 """

@@ -311,13 +311,11 @@ def _oriented(view: GatheredView, matmul: Matmul) -> GatheredView | str:
 
 def _as_rows(view: GatheredView, depth: int) -> GatheredView | None:
     """The view with its last dimensions merged into one of size `depth`; None if it cannot be."""
-    for i in range(view.dimension + 1, len(view.base) + 1):
-        if math.prod(view.base[i:]) == depth:
-            return _merged(view, i, depth)
-    return None
-
-
-def _merged(view: GatheredView, first: int, depth: int) -> GatheredView:
+    for first in range(view.dimension + 1, len(view.base) + 1):
+        if math.prod(view.base[first:]) == depth:
+            break
+    else:
+        return None
     base = (*view.base[:first], depth)
     if base == view.base:
         return replace(view, shape=base)

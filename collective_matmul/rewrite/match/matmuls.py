@@ -92,10 +92,11 @@ class Matmul:
         return self.w_free + self.w_contracted == tuple(range(self.w.aval.ndim))
 
     @property
-    def needs_transpose(self) -> bool:
-        """Whether the ops need w or the result transposed."""
+    def transposes(self) -> bool:
+        """Whether the ops need x, w or the result transposed."""
+        x_is_plain = self.free + self.contracted == tuple(range(self.x.aval.ndim))
         w_is_plain = self.w_contracted + self.w_free == tuple(range(self.w.aval.ndim))
-        return self.x_side == 1 or not (w_is_plain or self.w_is_transposed)
+        return self.x_side == 1 or not (x_is_plain and (w_is_plain or self.w_is_transposed))
 
     def weight(self, w: jax.Array, transposed: bool) -> jax.Array:
         """W, or a block of it, as a matrix [K, N], or [N, K] if `transposed`."""

@@ -88,13 +88,9 @@ class SumMatch:
     @property
     def rows(self) -> Shape:
         """The shape of the op's x without its contracted dimension."""
-        free = self.terms[0].free_shape
-        if self.path.shape is None:
-            return free
-        for i in range(len(self.path.shape) + 1):
-            if math.prod(self.path.shape[:i]) == math.prod(free) and i > (self.path.dimension or 0):
-                return self.path.shape[:i]
-        raise AssertionError("the path was checked")
+        rows = _rows(self.terms[0], self.path)
+        assert rows is not None, "the path was checked"
+        return rows
 
     @property
     def dimension(self) -> int | None:
@@ -270,7 +266,7 @@ def _term(equation: JaxprEqn, path: SumPath) -> Matmul | str:
         return f"{matmul} ({described(equation)})"
     if not matmul.w_free or not matmul.free:
         return f"its matmul is a matrix times a vector ({described(equation)})"
-    if path.shape is not None and not _splits(matmul, path):
+    if _rows(matmul, path) is None:
         return "a reshape mixes the scattered dimension with others"
     return matmul
 
@@ -283,13 +279,15 @@ def _rounds(equation: JaxprEqn, path: SumPath) -> str | None:
     return f"multiplied in {operand} and summed in {path.dtype}"
 
 
-def _splits(matmul: Matmul, path: SumPath) -> bool:
-    """Whether the reshaped product starts with x's rows, the scattered dimension among them."""
-    assert path.shape is not None and path.dimension is not None
-    rows = math.prod(matmul.free_shape)
-    return any(
-        math.prod(path.shape[:i]) == rows for i in range(path.dimension + 1, len(path.shape) + 1)
-    )
+def _rows(matmul: Matmul, path: SumPath) -> Shape | None:
+    """The leading dimensions of the reshaped product that x's rows are, if they are dimensions.
+
+    And if the scattered dimension is among them.
+    """
+    if path.shape is None:
+        return matmul.free_shape
+    heads = (path.shape[:i] for i in range((path.dimension or 0) + 1, len(path.shape) + 1))
+    return next((head for head in heads if math.prod(head) == math.prod(matmul.free_shape)), None)
 
 
 def _dropped(collective: Collective) -> ShardOp:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -16,14 +16,13 @@ from collective_matmul.log import warn_once
 from collective_matmul.operands.format import PLAIN, format_named
 from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.ops.matmul.call import Call
-from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.rewrite.find.blocks import Blocks
 from collective_matmul.rewrite.find.collective_equations import kind_of
 from collective_matmul.rewrite.find.divergence import Axes
 from collective_matmul.rewrite.find.report import FoundSite, is_ours, reported, source_of
+from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
 from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.match.gathers import GatherMatch
-from collective_matmul.rewrite.match.matmuls import Matmul
 from collective_matmul.rewrite.match.normal_form import has_matmul_beside, inlined
 from collective_matmul.rewrite.match.site_selection import (
     Match,
@@ -51,6 +50,7 @@ class Surroundings:
       axis_sizes: the manual axes, with their sizes.
       shard_maps: a key of the shard_maps.
       divergent: axes along which devices may execute the jaxpr a different number of times.
+      recipes: the recipe of each site.
       keeps: whether sites that gain nothing stay as they are; not where XLA computes them wrongly.
       blocks: collectives in blocks that have an op of their own.
     """
@@ -58,6 +58,7 @@ class Surroundings:
     axis_sizes: Mapping[str, int]
     shard_maps: tuple
     divergent: Axes
+    recipes: ScopedRecipes
     keeps: bool
     blocks: Blocks
 
@@ -71,16 +72,10 @@ class SiteTracer:
 
     Args:
       implementation: as the ops take it; for all sites.
-      recipe_of: the `fp8` of a site by its collective, as the ops take it.
     """
 
-    def __init__(
-        self,
-        implementation: tuple[str, ...] | None,
-        recipe_of: Callable[[JaxprEqn], RecipeName | None],
-    ):
+    def __init__(self, implementation: tuple[str, ...] | None):
         self._implementation = implementation
-        self._recipe_of = recipe_of
         self._traced: dict[tuple, TracedReplacements] = {}
 
     def trace(
@@ -94,7 +89,7 @@ class SiteTracer:
           equation: the collective.
           around: what is around it.
         """
-        recipe = self._recipe_of(equation)
+        recipe = around.recipes.of(equation)
         alternatives = [placed, replace(placed, weights=())]
         if not placed.weights or (recipe is not None and placed.keeps_gathered):
             del alternatives[0]  # An op in 8 bits that keeps what it gathered gathers no weights.
@@ -142,7 +137,7 @@ class SiteTracer:
             source=source_of(equation),
             replaces=collective.kind,
         )
-        stored = format_named(self._recipe_of(equation))
+        stored = format_named(around.recipes.of(equation))
         if type_of(equation.invars[0]).dtype == jnp.float64 and stored != PLAIN:
             reason = "float64 has more range than the scales, which are float32"
             call, stored = call.remarking(stored.refusal(reason)), PLAIN
@@ -285,15 +280,7 @@ def _plain_products(match: Match) -> list[Var]:
     """The products for which the op transposes nothing that the program does not."""
     if isinstance(match, EinsumMatch):
         return match.products  # Einsums multiply chunks in the layout of the program.
-    return [
-        matmul.equation.outvars[0]
-        for matmul in match.terms
-        if not matmul.needs_transpose and not _transposes_x(matmul)
-    ]
-
-
-def _transposes_x(matmul: Matmul) -> bool:
-    return matmul.free + matmul.contracted != tuple(range(matmul.x.aval.ndim))
+    return [matmul.equation.outvars[0] for matmul in match.terms if not matmul.transposes]
 
 
 def _priority(match: Match) -> tuple[int, bool]:
