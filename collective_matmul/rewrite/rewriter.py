@@ -123,29 +123,27 @@ class Rewriter:
         graph = Graph(original)
         if self._axis_sizes:
             self._blocks.look_into(original)
-            graph = normal_form(graph, self._around(region).match)
+            graph = normal_form(graph, self._axis_sizes)
         else:
             graph = self._with_regions(graph, region)
         equations = self._rewrite_inner(graph, region)
         sites: list[TracedSite] = []
         if self._axis_sizes:
-            sites, found = selected_sites(graph, self._tracer, self._around(region))
+            around = Surroundings(
+                self._axis_sizes,
+                self._shard_maps,
+                region.divergent,
+                self._recipes,
+                self._keeps,
+                self._blocks,
+            )
+            sites, found = selected_sites(graph, self._tracer, around)
             self.found += found
         unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
         if not sites and unchanged:
             return graph.jaxpr, []
         jaxpr = splice(graph, equations, sites)
         return jaxpr, residuals_of(graph, sites, jaxpr)
-
-    def _around(self, region: Region) -> Surroundings:
-        return Surroundings(
-            self._axis_sizes,
-            self._shard_maps,
-            region.divergent,
-            self._recipes,
-            self._keeps,
-            self._blocks,
-        )
 
     def _shows_sharding(self, jaxpr: Jaxpr) -> bool:
         """Whether types may show sites in a jaxpr: outside shard_map, over Explicit axes."""

@@ -147,12 +147,12 @@ class _Regions:
         for gather in gathers:
             self._gather_with_weights(gather)
         for axis in axes:
-            self._sums(axis, asking, self._accept_with_weights)
+            self._sums(axis, asking.keys(), self._accept_with_weights)
         # Arrays before their weights.
         for gather in sorted(gathers, key=self._weights.__contains__):
             self._gather(gather)
         for axis in axes:
-            self._sums(axis, asking, self._accept)
+            self._sums(axis, asking.keys(), self._accept)
         for index, named in asking.items():
             for axis in named if index not in self._taken else ():
                 reason = why_unclear(equations[index], axis)
@@ -437,9 +437,8 @@ def _weight_of(graph: Graph, dot: int, axis: str) -> ExplicitWeight | None:
     if equation.primitive.name != "reshard" or not _is_weight(graph, index):
         return None
     for _, gather in _gathers_of(equation):
-        if gather.axis != axis and other_axes_stay(
-            *equation.invars, *equation.outvars, gather.axis
-        ):
+        stays = other_axes_stay(gather.array, equation.outvars[0], gather.axis)
+        if gather.axis != axis and stays:
             return ExplicitWeight(gather, index, (*between,))
     return None
 

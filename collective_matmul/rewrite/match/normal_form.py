@@ -15,8 +15,8 @@ matmuls of this library do, computes the same.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,6 +29,7 @@ from collective_matmul.rewrite.find.collective_equations import holds_collective
 from collective_matmul.rewrite.find.commuting import commuting_op
 from collective_matmul.rewrite.find.placements import reshard_kind
 from collective_matmul.rewrite.find.report import is_named, is_ours
+from collective_matmul.rewrite.match.site_selection import match_at
 
 #: Names of the primitive of `jax.checkpoint` in different versions of JAX.
 CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
@@ -42,34 +43,23 @@ _EXACT = frozenset(
 _holds_matmul = Holds(lambda equation: equation.primitive.name == "dot_general")
 
 
-class _Products(Protocol):
-    """A match, of which only the results of the dots matter here."""
-
-    @property
-    def products(self) -> list[Var]: ...
-
-
-#: Matches the collective of an equation; a text where it has no match.
-Matching = Callable[[Graph, int], _Products | str]
-
-
-def normal_form(graph: Graph, match: Matching) -> Graph:
+def normal_form(graph: Graph, axis_sizes: Mapping[str, int]) -> Graph:
     """The jaxpr in normal form; the same object if that adds no sites.
 
     Args:
       graph: dataflow of the jaxpr, inside shard_map.
-      match: matches a collective.
+      axis_sizes: the manual axes around the jaxpr, with their sizes.
     """
     trial = inlined(graph)
-    if trial is not graph and _matches_in(trial, match) > _matches_in(graph, match):
+    if trial is not graph and _matches_in(trial, axis_sizes) > _matches_in(graph, axis_sizes):
         graph = trial
     sinkable = [i for i in range(len(graph.equations)) if _sunk(graph, i) is not None]
     for index in reversed(sinkable):
         trial = _sunk(graph, index)
-        if trial is not None and _matches_in(trial, match) > _matches_in(graph, match):
+        if trial is not None and _matches_in(trial, axis_sizes) > _matches_in(graph, axis_sizes):
             graph = trial
     trial, made = _narrowed(graph)
-    found = (match(trial, index) for index in _collectives(trial) if made)
+    found = (match_at(trial, index, axis_sizes) for index in _collectives(trial) if made)
     products = {var for each in found if not isinstance(each, str) for var in each.products}
     return _narrowed(graph, [index for var, index in made.items() if var in products])[0]
 
@@ -79,14 +69,15 @@ def narrowed(graph: Graph) -> Graph:
     return _narrowed(graph)[0]
 
 
-def _matches_in(graph: Graph, match: Matching) -> int:
+def _matches_in(graph: Graph, axis_sizes: Mapping[str, int]) -> int:
     """The number of sites in a jaxpr, and in the calls and checkpoints that it holds."""
     graph = narrowed(graph)
-    number = sum(not isinstance(match(graph, index), str) for index in _collectives(graph))
+    matches = (match_at(graph, index, axis_sizes) for index in _collectives(graph))
+    number = sum(not isinstance(match, str) for match in matches)
     for equation in graph.equations:
         if equation.primitive.name in CHECKPOINTS | {"jit", "pjit"}:
             inner = opened(called(equation))
-            number += _matches_in(Graph(inner), match) if holds_collectives(inner) else 0
+            number += _matches_in(Graph(inner), axis_sizes) if holds_collectives(inner) else 0
     return number
 
 
@@ -250,8 +241,10 @@ def _sunk(graph: Graph, index: int) -> Graph | None:
         at = graph.only_user(result)
     else:
         at = graph.producer(operand) if graph.only_user(operand) == index else None
-    call = None if at is None else graph.equations[at]
-    if call is None or call.primitive.name not in CHECKPOINTS or call.invars.count(result) > 1:
+    if at is None:
+        return None
+    call = graph.equations[at]
+    if call.primitive.name not in CHECKPOINTS or call.invars.count(result) > 1:
         return None
     jaxpr = called(call)
     if kind == "all_gather":

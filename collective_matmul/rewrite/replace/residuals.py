@@ -101,7 +101,7 @@ class ResidualForwarding:
         closed, accepted = self._done.get(
             closed, (*positions.items(),), lambda: _take_chunks(closed, positions)
         )
-        invars = [[atom] for atom in call.invars]
+        invars: list[list[Any]] = [[atom] for atom in call.invars]
         for position in sorted(accepted):
             made_by, residual = self._offered[invars[position][0]]
             chunks = [Var(type_of(leaf)) for leaf in jax.tree.leaves(residual.chunks)]

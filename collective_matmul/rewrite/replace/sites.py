@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -61,10 +61,6 @@ class Surroundings:
     recipes: ScopedRecipes
     keeps: bool
     blocks: Blocks
-
-    def match(self, graph: Graph, index: int, taken: Set[int] = frozenset()) -> Match | str:
-        """The match of a collective without the matmuls that are taken, or why there is none."""
-        return match_at(graph, index, self.axis_sizes, taken)
 
 
 class SiteTracer:
@@ -158,7 +154,7 @@ def selected_sites(
     for index, equation in enumerate(graph.equations):
         if kind_of(equation) is None or is_ours(equation):
             continue
-        match = around.match(graph, index)
+        match = match_at(graph, index, around.axis_sizes)
         if isinstance(match, str):
             reason = around.blocks.reason(equation) or _reason_inside(graph, index, around)
             reports[index] = reported(equation, reason or match)
@@ -176,7 +172,7 @@ def selected_sites(
         found, refused = len(accepted), []
         for match in sorted(_shared_out(matches), key=preferred):
             equation = graph.equations[match.index]
-            site = placed = selection.place(match)
+            placed = selection.place(match)
             if isinstance(placed, PlacedMatch):
                 weights = weights_of(graph, placed.match, around.axis_sizes)
                 if all(weight.chain[0] in gathered for weight in weights):
@@ -187,9 +183,10 @@ def selected_sites(
                     selection.accept(placed)
                     accepted[match.index] = placed, site
                     continue
-            reports.setdefault(match.index, reported(equation, site))
+                placed = site
+            reports.setdefault(match.index, reported(equation, placed))
             refused.append(match.index)
-        again = [around.match(graph, index, selection.consumed) for index in refused]
+        again = [match_at(graph, index, around.axis_sizes, selection.consumed) for index in refused]
         matches = [match for match in again if not isinstance(match, str)]
     sites = [site for _, site in accepted.values() if not (around.keeps and _stays_itself(site))]
     sites = tracer.without_needed(graph, sites, around)
@@ -204,7 +201,7 @@ def _reason_inside(graph: Graph, index: int, around: Surroundings) -> str | None
     equation, inside = graph.equations[index], inlined(graph)
     for at, other in enumerate(inside.equations):
         if other.source_info is equation.source_info and other.primitive is equation.primitive:
-            match = around.match(inside, at)
+            match = match_at(inside, at, around.axis_sizes)
             return match if isinstance(match, str) else None
     return None
 
