@@ -277,9 +277,7 @@ def _gathered_dot(
         return "the gathered array is multiplied by itself"
     matmul = matmul_of(equation, 0 if equation.invars[0] is var else 1)
     if isinstance(matmul, str):
-        return f"{matmul} ({described(equation)})"
-    if not matmul.w_free:
-        return f"its matmul is a matrix times a vector ({described(equation)})"
+        return matmul
     rows_last = tuple(range(len(view.shape)))
     if matmul.contracted + matmul.free == rows_last and matmul.free:
         depth = math.prod(matmul.free_shape)

@@ -261,12 +261,8 @@ def _term(equation: JaxprEqn, path: SumPath) -> Matmul | str:
     in_lhs = path.shape is not None or path.dimension is None or path.dimension < lhs
     if rounds := _rounds(equation, path):
         return rounds
-    matmul = matmul_of(equation, 0 if in_lhs else 1)
-    if isinstance(matmul, str):
-        return f"{matmul} ({described(equation)})"
-    if not matmul.w_free or not matmul.free:
-        return f"its matmul is a matrix times a vector ({described(equation)})"
-    if _rows(matmul, path) is None:
+    matmul = matmul_of(equation, 0 if in_lhs else 1, rows_needed=True)
+    if not isinstance(matmul, str) and _rows(matmul, path) is None:
         return "a reshape mixes the scattered dimension with others"
     return matmul
 
