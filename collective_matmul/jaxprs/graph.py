@@ -49,18 +49,18 @@ class Graph:
     def unneeded(
         self, candidates: Iterable[int], gone: Iterable[int], read: Collection[Var] = ()
     ) -> set[int]:
-        """Those of the candidates, of one result each, that nothing needs without others.
+        """Finds equations, of one result each, that nothing needs once others are gone.
 
         Args:
           candidates: indices of equations.
-          gone: indices of the others.
+          gone: indices of equations that are not executed.
           read: variables that are needed in any case.
         """
         without, found = set(gone), set[int]()
         for index in sorted(set(candidates), reverse=True):
             (var,) = self.equations[index].outvars
             used = var in self.results or var in read
-            if not used and (found | without).issuperset(self.users(var)):
+            if not used and all(i in found or i in without for i in self.users(var)):
                 found.add(index)
         return found
 
@@ -96,7 +96,7 @@ def is_pure(equation: JaxprEqn) -> bool:
 
 
 def renamed(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
-    """What atoms are now, where variables have been replaced, perhaps by others that have been."""
+    """The atoms, with variables replaced by others, which may have been replaced themselves."""
     result = []
     for atom in atoms:
         while not isinstance(atom, Literal) and atom in names:

@@ -56,13 +56,13 @@ def all_equations(*jaxprs: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 class ByIdentity(Generic[_T]):
-    """What was made of objects, each once. Keeps these, so that no other gets the id of one."""
+    """Results by objects, made once. Keeps the objects, so that no other gets the id of one."""
 
     def __init__(self) -> None:
         self._made: dict[tuple, tuple[Any, _T]] = {}
 
     def get(self, source: Any, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What `make` returns, for an object and a key that tells apart what is made of it."""
+        """The result for an object and a key, of `make` if there is none yet."""
         at = id(source), key
         if at not in self._made:
             self._made[at] = source, make()

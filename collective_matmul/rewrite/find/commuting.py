@@ -132,7 +132,7 @@ class CommutingOp:
         return same_blocks(start, dimension, end, devices)
 
     def on_shard(self, dimension: int | None, devices: int) -> ShardOp:
-        """The same operation on a shard.
+        """The operation on a shard.
 
         Args:
           dimension: the result's dimension that is divided by `devices`; None if none is.

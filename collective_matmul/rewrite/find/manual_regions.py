@@ -84,7 +84,7 @@ class ManualRegion:
         ]
 
     def kind(self, graph: Graph) -> CollectiveKind:
-        """What it communicates."""
+        """The kind of its collective."""
         if self.summed is None:
             return "all_gather"
         (result,) = graph.equations[self.equations[-1]].outvars

@@ -44,7 +44,7 @@ from collective_matmul.rewrite.replace.splice import (
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is around a jaxpr inside shard_map.
+    """The surroundings of a jaxpr inside shard_map.
 
     Attributes:
       axis_sizes: the manual axes, with their sizes.
