@@ -20,7 +20,6 @@ from collective_matmul.jaxprs.bodies import (
 )
 from collective_matmul.jaxprs.graph import Graph
 from collective_matmul.jaxprs.walks import ByIdentity, all_equations
-from collective_matmul.rewrite.find.blocks import Blocks
 from collective_matmul.rewrite.find.collective_equations import (
     holds_collectives,
     kind_of,
@@ -42,6 +41,7 @@ from collective_matmul.rewrite.find.report import (
     reported,
 )
 from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
+from collective_matmul.rewrite.find.written_blocks import WrittenBlocks
 from collective_matmul.rewrite.match.normal_form import inlined, normal_form
 from collective_matmul.rewrite.replace.residuals import (
     ChunkedResidual,
@@ -85,7 +85,7 @@ class Rewriter:
         #: Chunked residuals of the jaxprs that were made, by the ids of these.
         self._residuals: dict[int, list[ChunkedResidual]] = {}
         self._forwarded = ByIdentity[Any]()
-        self._blocks = Blocks()
+        self._blocks = WrittenBlocks()
         #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
         self._regions: set[int] = set()
         self._inlines = True

@@ -60,7 +60,7 @@ _GRADIENTS = "XLA for CPUs cannot sum its gradients in 16 bits beside the axes t
 _NEEDED = "overlap needs a matmul there, as in reshard(x, P()) @ w"
 
 
-class Gather(NamedTuple):
+class ExplicitGather(NamedTuple):
     """An array that is gathered over a mesh axis along one of its dimensions."""
 
     array: Var
@@ -78,7 +78,7 @@ class ExplicitWeight:
       between: indices of the equations from the reshard to the dot; none if the dot asks.
     """
 
-    gather: Gather
+    gather: ExplicitGather
     index: int
     between: tuple[int, ...] = ()
 
@@ -101,7 +101,7 @@ def with_regions(graph: Graph, rewrite: Rewrite) -> tuple[Graph, list[tuple[Jaxp
     return graph if result is prepared else result, [(equations[i], site) for i, site in found]
 
 
-def _gathers_of(equation: JaxprEqn) -> Iterator[tuple[int, Gather]]:
+def _gathers_of(equation: JaxprEqn) -> Iterator[tuple[int, ExplicitGather]]:
     """The operands of an equation that are gathered for it, by their places."""
     for axis in explicit_axes(equation):
         side = gathered_operand(equation, axis)
@@ -109,7 +109,7 @@ def _gathers_of(equation: JaxprEqn) -> Iterator[tuple[int, Gather]]:
         if side is not None and isinstance(array, Var):
             dimension = placement(array, axis)
             assert isinstance(dimension, int)
-            yield side, Gather(array, dimension, axis)
+            yield side, ExplicitGather(array, dimension, axis)
 
 
 class _Regions:
@@ -130,8 +130,8 @@ class _Regions:
         self._kept: set[int] = set()
         #: Equations that regions have copied, and the weights that ops gather.
         self._copied: set[int] = set()
-        self._weights: set[Gather] = set()
-        self._whole_weights: set[Gather] = set()
+        self._weights: set[ExplicitGather] = set()
+        self._whole_weights: set[ExplicitGather] = set()
         self._asking_weights: set[tuple[int, str]] = set()
 
     def rewritten(self) -> Graph:
@@ -239,7 +239,7 @@ class _Regions:
     def _group(self, region: ManualRegion) -> EquationGroup:
         return EquationGroup(region.replaced, tuple(region.inputs(self.graph)))
 
-    def _gather_with_weights(self, gather: Gather) -> None:
+    def _gather_with_weights(self, gather: ExplicitGather) -> None:
         """Replaces dots that one gather feeds and whose weights another axis shards."""
         dots, _ = self._dots_of(gather)
         weights = {dot: _weight_of(self.graph, dot, gather.axis) for dot in dots}
@@ -251,7 +251,7 @@ class _Regions:
             if region is not None:
                 self._accept_with_weights(region)
 
-    def _gather(self, gather: Gather) -> None:
+    def _gather(self, gather: ExplicitGather) -> None:
         """Replaces the dots that one gather feeds, in as many regions as it takes."""
         found, reasons = self._dots_of(gather)
         decided = self._taken | self._kept
@@ -272,7 +272,9 @@ class _Regions:
             reason = " and ".join(dict.fromkeys(reasons))
             self._left_alone(index, gather.array, gather.axis, reason)
 
-    def _joined(self, gather: Gather, dots: dict[int, frozenset[int]]) -> ManualRegion | None:
+    def _joined(
+        self, gather: ExplicitGather, dots: dict[int, frozenset[int]]
+    ) -> ManualRegion | None:
         """The first of the dots, with those of the others that can be executed together with it."""
         array, dimension, axis = gather
         region = None
@@ -285,7 +287,7 @@ class _Regions:
                 region = more
         return region
 
-    def _users_of(self, gather: Gather) -> list[int]:
+    def _users_of(self, gather: ExplicitGather) -> list[int]:
         """Indices of the equations that gather an array."""
         return [
             index
@@ -306,7 +308,7 @@ class _Regions:
             return False
         return any(sums(equation, other) for other in explicit_axes(equation) if other != axis)
 
-    def _dots_of(self, gather: Gather) -> tuple[dict[int, frozenset[int]], list[str]]:
+    def _dots_of(self, gather: ExplicitGather) -> tuple[dict[int, frozenset[int]], list[str]]:
         """The dots that use a gathered array, each with the equations before it, and other uses."""
         array, dimension, axis = gather
         dots: dict[int, frozenset[int]] = {}

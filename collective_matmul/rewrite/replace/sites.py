@@ -16,11 +16,11 @@ from collective_matmul.log import warn_once
 from collective_matmul.operands.format import PLAIN, format_named
 from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.ops.matmul.call import Call
-from collective_matmul.rewrite.find.blocks import Blocks
 from collective_matmul.rewrite.find.collective_equations import kind_of
 from collective_matmul.rewrite.find.divergence import Axes
 from collective_matmul.rewrite.find.report import FoundSite, is_ours, reported, source_of
 from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
+from collective_matmul.rewrite.find.written_blocks import WrittenBlocks
 from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.match.gathers import GatherMatch
 from collective_matmul.rewrite.match.normal_form import has_matmul_beside, inlined
@@ -60,7 +60,7 @@ class Surroundings:
     divergent: Axes
     recipes: ScopedRecipes
     keeps: bool
-    blocks: Blocks
+    blocks: WrittenBlocks
 
 
 class SiteTracer:
@@ -210,7 +210,7 @@ def _reports(
     graph: Graph,
     accepted: Mapping[int, tuple[PlacedMatch, TracedSite]],
     sites: Sequence[TracedSite],
-    blocks: Blocks,
+    blocks: WrittenBlocks,
 ) -> dict[int, FoundSite]:
     """The reports of accepted sites, and of gathers of weights that are possible in their ops.
 

@@ -190,7 +190,7 @@ _holds_attention = Holds(
 )
 
 
-class Blocks:
+class WrittenBlocks:
     """The collectives of hand-written blocks, each with its part in the block."""
 
     def __init__(self) -> None:
