@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -20,28 +22,12 @@ from collective_matmul.jaxprs.bodies import (
 )
 from collective_matmul.jaxprs.graph import Graph
 from collective_matmul.jaxprs.walks import ByIdentity, all_equations
-from collective_matmul.rewrite.find.collective_equations import (
-    holds_collectives,
-    kind_of,
-)
-from collective_matmul.rewrite.find.divergence import (
-    EVERYWHERE,
-    Axes,
-    Divergence,
-    Region,
-    Values,
-)
+from collective_matmul.rewrite.find.collective_equations import holds_collectives, kind_of
+from collective_matmul.rewrite.find.divergence import EVERYWHERE, Axes, Divergence, Region, Values
 from collective_matmul.rewrite.find.explicit_regions import with_regions
 from collective_matmul.rewrite.find.placements import axes_in, misplaced_by_xla, shows_sharding
-from collective_matmul.rewrite.find.report import (
-    FoundSite,
-    described,
-    is_named,
-    is_ours,
-    reported,
-)
+from collective_matmul.rewrite.find.report import FoundSite, described, is_named, is_ours, reported
 from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
-from collective_matmul.rewrite.find.written_blocks import WrittenBlocks
 from collective_matmul.rewrite.match.normal_form import inlined, normal_form
 from collective_matmul.rewrite.replace.residuals import (
     ChunkedResidual,
@@ -71,26 +57,29 @@ class Rewriter:
         self,
         implementation: tuple[str, ...] | None = None,
         recipes: ScopedRecipes | None = None,
-        axis_sizes: dict[str, int] | None = None,
+        axis_sizes: Mapping[str, int] | None = None,
     ):
         self.found: list[FoundSite] = []
         self.keys: dict[int, tuple] = {}
         self._implementation = implementation
-        self._recipes = recipes or ScopedRecipes()
-        self._axis_sizes = axis_sizes or {}
-        self._divergence = Divergence(self._axis_sizes)
-        self._shard_maps: tuple = ()
+        self._around = Surroundings(Divergence(axis_sizes or {}), recipes or ScopedRecipes())
         self._done = ByIdentity[Any]()
         self._tracer = SiteTracer(implementation)
         #: Chunked residuals of the jaxprs that were made, by the ids of these.
         self._residuals: dict[int, list[ChunkedResidual]] = {}
         self._forwarded = ByIdentity[Any]()
-        self._blocks = WrittenBlocks()
         #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
         self._regions: set[int] = set()
         self._inlines = True
-        #: Whether sites that gain nothing stay as they are; not where XLA computes them wrongly.
-        self._keeps = True
+
+    @contextlib.contextmanager
+    def _within(self, **changes: Any) -> Iterator[None]:
+        """Inside the block, the surroundings have other attributes."""
+        outside, self._around = self._around, dataclasses.replace(self._around, **changes)
+        try:
+            yield
+        finally:
+            self._around = outside
 
     def rewrite(self, jaxpr: Any, region: Region = EVERYWHERE) -> Any:
         """A jaxpr, closed or not, with its sites replaced; the same object if it has none.
@@ -99,7 +88,7 @@ class Rewriter:
           jaxpr: the jaxpr.
           region: how the devices execute it.
         """
-        key: tuple = self._shard_maps, region, self._recipes
+        key: tuple = self._around.shard_maps, region, self._around.recipes
         if not self._inlines:  # Sites of a trial count for each call.
             key = (object(),)
 
@@ -121,22 +110,15 @@ class Rewriter:
         self, original: Jaxpr, region: Region
     ) -> tuple[Jaxpr, list[ChunkedResidual]]:
         graph = Graph(original)
-        if self._axis_sizes:
-            self._blocks.look_into(original)
-            graph = normal_form(graph, self._axis_sizes)
+        if self._around.axis_sizes:
+            self._around.blocks.look_into(original)
+            graph = normal_form(graph, self._around.axis_sizes)
         else:
             graph = self._with_regions(graph, region)
         equations = self._rewrite_inner(graph, region)
         sites: list[TracedSite] = []
-        if self._axis_sizes:
-            around = Surroundings(
-                self._axis_sizes,
-                self._shard_maps,
-                region.divergent,
-                self._recipes,
-                self._keeps,
-                self._blocks,
-            )
+        if self._around.axis_sizes:
+            around = dataclasses.replace(self._around, divergent=region.divergent)
             sites, found = selected_sites(graph, self._tracer, around)
             self.found += found
         unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
@@ -147,7 +129,7 @@ class Rewriter:
 
     def _shows_sharding(self, jaxpr: Jaxpr) -> bool:
         """Whether types may show sites in a jaxpr: outside shard_map, over Explicit axes."""
-        return not self._axis_sizes and shows_sharding(jaxpr)
+        return not self._around.axis_sizes and shows_sharding(jaxpr)
 
     def _with_regions(self, graph: Graph, region: Region) -> Graph:
         """The jaxpr with what communicates by its types in shard_maps, if these have sites."""
@@ -157,14 +139,13 @@ class Rewriter:
         if inlined_graph is not graph:
             before, after = (self._sites_in(each, region) for each in (graph, inlined_graph))
             graph = inlined_graph if after > before else graph
-        values = self._divergence.values(graph.jaxpr, region)
+        values = self._around.divergence.values(graph.jaxpr, region)
         before = self.found
 
         def rewrite(equation: JaxprEqn) -> tuple[JaxprEqn, list[FoundSite]]:
             self.found = []
-            self._keeps = not any(map(misplaced_by_xla, equation.outvars))
-            new = self._rewrite_shard_map(equation, values)
-            self._keeps = True
+            with self._within(keeps=not any(map(misplaced_by_xla, equation.outvars))):
+                new = self._rewrite_shard_map(equation, values)
             self._regions.add(id(called(new)))
             return new, self.found
 
@@ -175,7 +156,7 @@ class Rewriter:
 
     def _sites_in(self, graph: Graph, region: Region) -> int:
         """The number of sites of a program outside shard_map, as it is."""
-        trial = Rewriter(self._implementation, self._recipes)
+        trial = Rewriter(self._implementation, self._around.recipes)
         trial._inlines = False
         with record_decisions(hidden=True):
             trial.rewrite(graph.jaxpr, region)
@@ -184,14 +165,15 @@ class Rewriter:
     def _rewrite_inner(self, graph: Graph, region: Region) -> list[JaxprEqn]:
         """The equations of a jaxpr, with the jaxprs that they execute rewritten."""
         forwarding = ResidualForwarding(graph, self._forwarded)
-        values = self._divergence.values(graph.jaxpr, region)
+        values = self._around.divergence.values(graph.jaxpr, region)
         equations = []
         calls = []
         for index, equation in enumerate(graph.equations):
             if executes_jaxprs(equation):
                 calls.append(index)
                 equation = forwarding.with_chunk_arguments(index, equation)
-                equation = self._rewrite_equation(equation, values)
+                with self._within(recipes=self._around.recipes.within(equation)):
+                    equation = self._rewrite_equation(equation, values)
                 inside = (self._residuals.get(id(body.value), ()) for body in bodies_of(equation))
                 forwarding.offer(index, equation, [*itertools.chain(*inside)])
             equations.append(equation)
@@ -201,13 +183,6 @@ class Rewriter:
 
     def _rewrite_equation(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         """The equation, with the jaxprs that it executes rewritten."""
-        outside, self._recipes = self._recipes, self._recipes.within(equation)
-        try:
-            return self._rewrite_within(equation, values)
-        finally:
-            self._recipes = outside
-
-    def _rewrite_within(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         name = equation.primitive.name
         if name == "shard_map":
             if id(called(equation)) in self._regions:
@@ -215,14 +190,14 @@ class Rewriter:
             return self._rewrite_shard_map(equation, values)
         if name in CONTROL_FLOW and not is_named(equation):
             return self._rewrite_jaxprs(equation, values)
-        if self._axis_sizes:
+        if self._around.axis_sizes:
             reason = f"it is inside {described(equation)}, which overlap does not rewrite"
             inside = () if is_ours(equation) else all_equations(*jaxprs_of(equation))
             self.found += [reported(inner, reason) for inner in inside if kind_of(inner)]
         return equation
 
     def _rewrite_jaxprs(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
-        regions = self._divergence.regions_in(equation, values)
+        regions = self._around.divergence.regions_in(equation, values)
         jaxprs = [body.value for body in bodies_of(equation)]
         equation = with_jaxprs(equation, [*map(self.rewrite, jaxprs, regions)])
         if equation.primitive.name != "custom_vjp_call":
@@ -232,26 +207,24 @@ class Rewriter:
 
     def _deferred_rewrite(self, divergent: Axes) -> Callable[[Any], Any]:
         """A function that rewrites a jaxpr in this place, whenever it is traced."""
-        options = self._implementation, self._recipes, dict(self._axis_sizes)
+        options = self._implementation, self._around.recipes, self._around.axis_sizes
 
         def rewrite(jaxpr: Any) -> Any:
             rewriter = Rewriter(*options)
-            return rewriter.rewrite(jaxpr, rewriter._divergence.unknown(jaxpr, divergent))
+            return rewriter.rewrite(jaxpr, rewriter._around.divergence.unknown(jaxpr, divergent))
 
         return rewrite
 
     def _rewrite_shard_map(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         parameters = equation.params
         mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
-        outside = self._axis_sizes, self._shard_maps, self._divergence
-        self._axis_sizes = self._axis_sizes | {axis: mesh.shape[axis] for axis in sorted(manual)}
-        self._shard_maps += ((mesh, manual, parameters["check_vma"]),)
-        self._divergence = Divergence(self._axis_sizes)
+        sizes = {**self._around.axis_sizes, **{axis: mesh.shape[axis] for axis in sorted(manual)}}
         sharded = map(axes_in, parameters["in_specs"])
         arguments = [a | b for a, b in zip(values.of(equation), sharded, strict=True)]
-        region = self._divergence.region(called(equation), values.divergent, arguments)
-        try:
+        with self._within(
+            divergence=Divergence(sizes),
+            shard_maps=(*self._around.shard_maps, (mesh, manual, parameters["check_vma"])),
+        ):
+            region = self._around.divergence.region(called(equation), values.divergent, arguments)
             new = inside_shard_map(parameters, lambda: self.rewrite(called(equation), region))
-        finally:
-            self._axis_sizes, self._shard_maps, self._divergence = outside
         return with_jaxprs(equation, [new])

@@ -87,14 +87,16 @@ class Values:
 class Divergence(Propagation):
     """Follows values through jaxprs to find what devices may disagree on.
 
-    Args:
+    Attributes:
       axis_sizes: all manual axes, with their sizes.
+      axes: those of several devices.
     """
 
     entered = CONTROL_FLOW
 
     def __init__(self, axis_sizes: Mapping[str, int]):
         super().__init__()
+        self.axis_sizes = axis_sizes
         self.axes: Axes = frozenset(axis for axis, size in axis_sizes.items() if size > 1)
 
     def region(self, program: Any, divergent: Axes, arguments: Sequence[Axes]) -> Region:

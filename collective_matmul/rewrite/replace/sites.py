@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
@@ -17,7 +17,7 @@ from collective_matmul.operands.format import PLAIN, format_named
 from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.ops.matmul.call import Call
 from collective_matmul.rewrite.find.collective_equations import kind_of
-from collective_matmul.rewrite.find.divergence import Axes
+from collective_matmul.rewrite.find.divergence import Axes, Divergence
 from collective_matmul.rewrite.find.report import FoundSite, is_ours, reported, source_of
 from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
 from collective_matmul.rewrite.find.written_blocks import WrittenBlocks
@@ -44,23 +44,28 @@ from collective_matmul.rewrite.replace.splice import (
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The surroundings of a jaxpr inside shard_map.
+    """The surroundings of a jaxpr.
 
     Attributes:
-      axis_sizes: the manual axes, with their sizes.
+      divergence: follows values over the manual axes; there are none outside shard_map.
+      recipes: the recipe of each site.
       shard_maps: a key of the shard_maps.
       divergent: axes along which devices may execute the jaxpr a different number of times.
-      recipes: the recipe of each site.
       keeps: whether sites that gain nothing stay as they are; not where XLA computes them wrongly.
       blocks: collectives in blocks that have an op of their own.
     """
 
-    axis_sizes: Mapping[str, int]
-    shard_maps: tuple
-    divergent: Axes
+    divergence: Divergence
     recipes: ScopedRecipes
-    keeps: bool
-    blocks: WrittenBlocks
+    shard_maps: tuple = ()
+    divergent: Axes = frozenset()
+    keeps: bool = True
+    blocks: WrittenBlocks = field(default_factory=WrittenBlocks)
+
+    @property
+    def axis_sizes(self) -> Mapping[str, int]:
+        """The manual axes, with their sizes."""
+        return self.divergence.axis_sizes
 
 
 class SiteTracer:

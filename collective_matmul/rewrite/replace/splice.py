@@ -43,7 +43,7 @@ class TracedSite:
       equations: the new equations of each replacement, with the index before which they come.
       renamed: what the site's results are now.
       decisions: decisions recorded while tracing.
-      kept: the gathered array as variables, in the pytree of a `GatherResidual`; None if it is not
+      kept: the gathered array as variables, in the pytree of a `ResidualRef`; None if it is not
         kept.
     """
 
