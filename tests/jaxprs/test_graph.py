@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import io_callback
 from jax.extend.core import Var, jaxpr_as_fun
 
-from collective_matmul.jaxprs.dependencies import spliced
+from collective_matmul.jaxprs.dependencies import Dependencies, EquationGroup, spliced
 from collective_matmul.jaxprs.graph import Graph, copied, renamed
 from collective_matmul.jaxprs.walks import ByIdentity
 
@@ -60,3 +61,28 @@ def test_results_are_made_once_for_an_object_and_a_key() -> None:
     assert made.get(sources[0], "key", list) is first
     assert made.get(sources[0], "other", list) is not first
     assert made.get(sources[1], "key", list) is not first
+
+
+def test_effects_keep_their_order() -> None:
+    """The second of two effects could come at once, and the first waits for two equations."""
+
+    def printing(x: jax.Array) -> jax.Array:
+        y = jnp.cos(jnp.sin(x))
+        jax.debug.print("{}", y)
+        jax.debug.print("{}", x)
+        return y
+
+    jaxpr = jax.make_jaxpr(printing)(1.0).jaxpr
+    sine, cosine, first, second = jaxpr.eqns
+    moved = spliced(jaxpr, [(1, second), (2, sine), (3, cosine)], [(0, [first])])
+    assert moved.eqns == [sine, cosine, first, second]
+
+
+def test_an_effect_waits_for_those_before_it() -> None:
+    def reading(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x)
+        return io_callback(lambda: 2.0, jax.ShapeDtypeStruct((), "float32"))
+
+    graph = Graph(jax.make_jaxpr(reading)(1.0).jaxpr)
+    (read,) = graph.results
+    assert not Dependencies(graph).allows(EquationGroup(frozenset({0}), (read,)))
