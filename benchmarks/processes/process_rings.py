@@ -29,7 +29,9 @@ from benchmarks.comparison.operands import Operands, abstract, compile_maker
 from benchmarks.internals import COMPUTE_ONLY, measure
 from benchmarks.measuring import environment
 from benchmarks.measuring.report import Report
-from benchmarks.measuring.settings import Settings, check, check_least
+from benchmarks.measuring.settings import Settings, check, check_least, check_names
+from benchmarks.measuring.tables import table
+from benchmarks.measuring.turns import one_at_a_time_on_cpus
 from benchmarks.processes.processes import environment_of, free_address, participate, run_together
 from benchmarks.step.stack import SHAPES, StackCase
 
@@ -143,8 +145,7 @@ def run(settings: ProcessRings) -> Report:
     """
     check(settings)
     check_least(settings, 1, "layers")
-    if settings.shape not in SHAPES:
-        raise ValueError(f"shape={settings.shape!r}: expected one of {', '.join(SHAPES)}")
+    check_names("shape", (settings.shape,), list(SHAPES))
     kinds = environment.device_kinds(settings.platform, PROCESSES)
     if len(kinds) < PROCESSES:
         raise ValueError(f"platform={settings.platform!r}: expected {PROCESSES} devices")
@@ -155,30 +156,27 @@ def run(settings: ProcessRings) -> Report:
         for each in environments:
             each["XLA_FLAGS"] = f"{each.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false"
     participants = [TimedProcess(address, number, *shared) for number in range(PROCESSES)]
-    report = Report("process_rings", settings, kinds, [table])
+    report = Report("process_rings", settings, [ratios], kinds)
     report.write_cases(
         run_together("benchmarks.processes.process_rings", participants, environments)
     )
-    print(table(report.content))
+    print(ratios(report.content))
     return report
 
 
-def table(content: dict[str, Any]) -> str:
+def ratios(content: dict[str, Any]) -> str:
     """The time of each candidate over that of the computation alone, and this in milliseconds."""
-    cases = content["cases"]
+    medians = {
+        case["name"]: {name: statistics.median(times) for name, times in case["times"].items()}
+        for case in content["cases"]
+    }
     lines = [
-        "Medians over those of the computation alone:\n",
-        "| | " + " | ".join(case["name"] for case in cases) + " |",
-        "| --- |" + " ---: |" * len(cases),
+        [each.name, *(f"{m[each.name] / m[COMPUTE_ONLY]:.3f}" for m in medians.values())]
+        for each, _ in CANDIDATES
     ]
-    medians = [
-        {name: statistics.median(times) for name, times in case["times"].items()} for case in cases
-    ]
-    for candidate, _ in CANDIDATES:
-        ratios = (f"{times[candidate.name] / times[COMPUTE_ONLY]:.3f}" for times in medians)
-        lines.append(f"| {candidate.name} | {' | '.join(ratios)} |")
-    alone = (f"{1e3 * times[COMPUTE_ONLY]:.3f}" for times in medians)
-    return "\n".join([*lines, f"| ms of a layer, {COMPUTE_ONLY} | {' | '.join(alone)} |"])
+    alone = [f"{1e3 * times[COMPUTE_ONLY]:.3f}" for times in medians.values()]
+    lines += [[f"ms of a layer, {COMPUTE_ONLY}", *alone]]
+    return f"Medians over those of the computation alone:\n\n{table(['', *medians], lines)}"
 
 
 def _work(participant: TimedProcess) -> None:
@@ -197,10 +195,7 @@ def _work(participant: TimedProcess) -> None:
             lowered = COMPILERS[each.compiler](fun, compiler_options=options).lower(
                 *abstract(arguments)
             )
-            run = made.bind(lowered.compile(), arguments)
-            # Simulated devices share few threads, and a queued call could take the last one.
-            queues = jax.default_backend() != "cpu"
-            runs[each.name] = run if queues else lambda run=run: jax.block_until_ready(run())
+            runs[each.name] = one_at_a_time_on_cpus(made.bind(lowered.compile(), arguments))
         timings = measure(
             runs, groups=participant.groups, seconds_per_group=participant.group_seconds
         )

@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.measuring import environment
 from benchmarks.measuring.report import Report
 from benchmarks.measuring.settings import Settings, check, check_least
+from benchmarks.measuring.tables import table
 from collective_matmul import explain, matmul_all_reduce, overlap_jit
 
 AXIS = "tensor"
@@ -100,7 +101,7 @@ def run(settings: Processes) -> Report:
     kinds = environment.device_kinds(settings.platform, devices)
     if len(kinds) < devices:
         raise ValueError(f"devices={devices}: there are {len(kinds)}; ask for fewer")
-    report = Report("processes", settings, kinds, [rows])
+    report = Report("processes", settings, [rows], kinds)
     found: list[dict[str, Any]] = []
     for processes in dict.fromkeys((1, devices)):
         if not report.out_of_time():
@@ -113,20 +114,16 @@ def run(settings: Processes) -> Report:
 
 def rows(content: dict[str, Any]) -> str:
     """Microseconds of a layer, and how much faster `auto` is than plain JAX."""
-    lines = [
-        "Microseconds of a layer, medians of groups:\n",
-        "| processes | tokens | plain JAX | auto | plain / auto | taken | error |",
-        "| ---: | ---: | ---: | ---: | ---: | --- | ---: |",
-    ]
-    return "\n".join([*lines, *map(_row, content["cases"])])
+    header = ["processes", "tokens", "plain JAX", "auto", "plain / auto", "taken", "error"]
+    lines = table(header, map(_row, content["cases"]))
+    return f"Microseconds of a layer, medians of groups:\n\n{lines}"
 
 
-def _row(case: dict[str, Any]) -> str:
+def _row(case: dict[str, Any]) -> list[str]:
     plain, auto = (1e6 * statistics.median(case["times"][name]) for name in CANDIDATES)
-    return (
-        f"| {case['processes']} | {case['batch']} | {plain:.1f} | {auto:.1f}"
-        f" | {plain / auto:.2f} | {', '.join(case['taken'])} | {case['error']:.1e} |"
-    )
+    times = f"{plain:.1f}", f"{auto:.1f}", f"{plain / auto:.2f}"
+    counts = str(case["processes"]), str(case["batch"])
+    return [*counts, *times, ", ".join(case["taken"]), f"{case['error']:.1e}"]
 
 
 def _run_together(settings: Processes, processes: int, devices: int) -> list[dict[str, Any]]:
@@ -246,7 +243,7 @@ def _work(participant: Participant) -> None:
             case["gpus"] = environment.gpu_state()
             print(json.dumps(case), flush=True)
             # At once, as a later case may fail.
-            print(f"{case['name']}: {_row(case)}", file=sys.stderr, flush=True)
+            print(f"{case['name']}: {' '.join(_row(case))}", file=sys.stderr, flush=True)
 
 
 def _times(

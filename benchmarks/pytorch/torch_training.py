@@ -29,7 +29,7 @@ from benchmarks.pytorch.torch_communication import AsyncTensorParallel
 from benchmarks.pytorch.torch_expert_blocks import TorchExpertFeedForward
 from benchmarks.pytorch.torch_llama import TorchLlama
 from benchmarks.pytorch.torch_programs import Place
-from models.config import LlamaConfig
+from models.config import config_from_json
 
 #: The kernels of attention, the preferred one first. CPUs have the last one.
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -48,7 +48,7 @@ class TorchTraining:
         self.losses: list[Tensor] = []
         self.fused = torch_float8.FusedOperators()
         torch.manual_seed(step["seed"])
-        config = LlamaConfig(**step["model"])
+        config = config_from_json(step["model"])
         with place.device:
             positions = torch.arange(step["sequence_length"])
             angles = torch.outer(positions, torch.tensor(step["frequencies"]))
