@@ -32,18 +32,19 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.attention import sdpa_kernel
 
 from benchmarks.pytorch import FIRST_STEPS, MULTICAST_OFF, NAMES, VARIANTS, float8_recipe
+from benchmarks.pytorch.llama.torch_generation import TorchGeneration
+from benchmarks.pytorch.llama.torch_training import ATTENTION, TorchTraining
+from benchmarks.pytorch.programs.torch_context import TorchContext
+from benchmarks.pytorch.programs.torch_experts import TorchExperts
+from benchmarks.pytorch.programs.torch_float8 import TorchFloat8Layers
+from benchmarks.pytorch.programs.torch_layers import TorchLayers
+from benchmarks.pytorch.programs.torch_ops import TorchOps
 from benchmarks.pytorch.torch_communication import (
     AsyncTensorParallel,
     Collectives,
     TorchCommunication,
 )
-from benchmarks.pytorch.torch_context import TorchContext
-from benchmarks.pytorch.torch_experts import TorchExperts
-from benchmarks.pytorch.torch_float8 import TorchFloat8Layers
-from benchmarks.pytorch.torch_generation import TorchGeneration
 from benchmarks.pytorch.torch_graphs import GraphPool
-from benchmarks.pytorch.torch_layers import TorchLayers
-from benchmarks.pytorch.torch_ops import TorchOps
 from benchmarks.pytorch.torch_programs import (
     Failure,
     Place,
@@ -52,7 +53,6 @@ from benchmarks.pytorch.torch_programs import (
     TorchProgram,
     relative_error,
 )
-from benchmarks.pytorch.torch_training import ATTENTION, TorchTraining
 
 PILOT_GROUPS = 3
 #: Two layers show whether one operator disturbs the next; the reference is slow and large.

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import parallel as tp
 
+from benchmarks.pytorch.programs.torch_layers import TorchLayers, gelu
 from benchmarks.pytorch.torch_communication import AsyncTensorParallel, TorchCommunication
-from benchmarks.pytorch.torch_layers import TorchLayers, gelu
 from benchmarks.pytorch.torch_programs import Run
 
 #: The operators of async tensor parallelism that a pass may put into a program.

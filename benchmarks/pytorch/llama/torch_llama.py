@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.pytorch.torch_expert_blocks import TorchExpertFeedForward
+from benchmarks.pytorch.llama.torch_expert_blocks import TorchExpertFeedForward
 from benchmarks.pytorch.torch_programs import Place
 from models.config import LlamaConfig
 

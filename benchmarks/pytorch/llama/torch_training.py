@@ -24,10 +24,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 from torch.nn.attention import SDPBackend
 
-from benchmarks.pytorch import float8_recipe, torch_float8
+from benchmarks.pytorch import float8_recipe
+from benchmarks.pytorch.llama.torch_expert_blocks import TorchExpertFeedForward
+from benchmarks.pytorch.llama.torch_llama import TorchLlama
+from benchmarks.pytorch.programs import torch_float8
 from benchmarks.pytorch.torch_communication import AsyncTensorParallel
-from benchmarks.pytorch.torch_expert_blocks import TorchExpertFeedForward
-from benchmarks.pytorch.torch_llama import TorchLlama
 from benchmarks.pytorch.torch_programs import Place
 from models.config import config_from_json
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.pytorch.torch_attention import Attention, DecodeStep
+from benchmarks.pytorch.llama.torch_attention import Attention, DecodeStep
 from benchmarks.pytorch.torch_programs import Place
 from models.config import LlamaConfig
 
