@@ -44,14 +44,15 @@ from benchmarks.pytorch.torch_communication import (
     Collectives,
     TorchCommunication,
 )
-from benchmarks.pytorch.torch_graphs import GraphPool
 from benchmarks.pytorch.torch_programs import (
     Failure,
+    GraphPool,
     Place,
     Run,
     TorchCase,
     TorchProgram,
     relative_error,
+    require_right,
 )
 
 PILOT_GROUPS = 3
@@ -228,8 +229,7 @@ class Worker:
             )
 
         error = self.largest(self.together(errors))
-        if not error < program.tolerance:
-            raise Failure(f"wrong: relative error {error:.3g} to the float32 reference")
+        require_right(error, program.tolerance, "the float32 reference")
         return error
 
     def fastest_variant(self, name: str, program: TorchProgram, result: dict[str, Any]) -> Run:
