@@ -138,11 +138,11 @@ class Worker:
     def measurement_of(self, case: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
         """What measures a case, by what it describes."""
         if "prompt" in case:
-            return self.measure_generation
+            return functools.partial(self.measure_program, TorchGeneration)
         if "experts" in case:
-            return functools.partial(self.measure_layer, TorchExperts)
+            return functools.partial(self.measure_program, TorchExperts)
         if "head_size" in case:
-            return functools.partial(self.measure_layer, TorchContext)
+            return functools.partial(self.measure_program, TorchContext)
         return self.measure_training if "model" in case else self.measure_case
 
     def measure_case(self, case: dict[str, Any]) -> None:
@@ -176,14 +176,8 @@ class Worker:
             self.free()
             self.add(result)
 
-    def measure_generation(self, case: dict[str, Any]) -> None:
-        """Measures prefill and decoding of one batch."""
-        case = {**case, "groups": self.job.groups}
-        for result in TorchGeneration(self, case, getattr(torch, self.job.dtype)).results():
-            self.add(result)
-
-    def measure_layer(self, program: Callable[..., Any], case: dict[str, Any]) -> None:
-        """Measures a layer, forward and with gradients."""
+    def measure_program(self, program: Callable[..., Any], case: dict[str, Any]) -> None:
+        """Measures a layer, forward and with gradients; or prefill and decoding of a batch."""
         case = {**case, "groups": self.job.groups}
         for result in program(self, case, getattr(torch, self.job.dtype)).results():
             self.add(result)
