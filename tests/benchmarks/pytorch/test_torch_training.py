@@ -23,8 +23,8 @@ from train.step import make_step
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from benchmarks.pytorch.llama.torch_training import TorchTraining  # noqa: E402
 from benchmarks.pytorch.torch_programs import Place  # noqa: E402
-from benchmarks.pytorch.torch_training import TorchTraining  # noqa: E402
 
 CANDIDATES = ("torch_fsdp", "torch_tp", "torch_tp_bf16")
 REMATS: tuple[Any, ...] = ("none", "dots", "full")
