@@ -21,7 +21,8 @@ from flax import nnx
 from collective_matmul import all_gather_matmul
 from collective_matmul import layers as collective
 from collective_matmul.layers import RouterStatistics
-from models.blocks.loop import BlockLoop, Scanned, Unrolled, apply_blocks
+from models.blocks.apply import apply_blocks
+from models.blocks.loop import BlockLoop, Scanned, Unrolled
 from models.blocks.rematerialization import Remat, rematerialize
 from models.config import LlamaConfig
 from models.layers import plain, vocabulary
