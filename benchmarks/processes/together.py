@@ -85,13 +85,11 @@ def run_together(
     fields = json.dumps(dataclasses.asdict(settings) | {"output": None})
     started = []
     for number in range(processes):
-        participant = json.dumps(
-            dataclasses.asdict(Participant(address, number, processes, devices))
-        )
+        participant = dataclasses.asdict(Participant(address, number, processes, devices))
         own = _environment(settings.platform, devices // processes, number)
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", module, fields, json.dumps(dataclasses.asdict(participant))],
+                [sys.executable, "-m", module, fields, json.dumps(participant)],
                 env=own | dict(variables or {}),
                 stdout=subprocess.DEVNULL if number else subprocess.PIPE,
                 text=True,

@@ -33,6 +33,7 @@ COMMAND = LayerCommand(
     _unlike,
     _undivided,
 )
+main = COMMAND.main
 
 if __name__ == "__main__":
-    sys.exit(COMMAND.main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

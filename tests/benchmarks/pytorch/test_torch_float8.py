@@ -152,11 +152,8 @@ def test_programs_of_a_case_share_their_weights(place: Place) -> None:
     assert len(arrays) == 4 + 2  # With the rows and the cotangent.
 
 
-def test_a_function_has_as_many_programs_as_there_are_candidates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        monkeypatch.setattr(torch._dynamo.config, name, 1)
+@torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=1)
+def test_a_function_has_as_many_programs_as_there_are_candidates() -> None:
     allow_recompilation()
 
     def double(x: Any) -> Any:
