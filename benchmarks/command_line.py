@@ -8,29 +8,17 @@ from typing import Any
 
 import tyro
 
-from benchmarks import (
-    attention,
-    configs,
-    context,
-    experts,
-    fp8_matmuls,
-    generation,
-    ops,
-    process_rings,
-    processes,
-    sharded_stack,
-    stack,
-    step,
-    tilings,
-    train,
-)
-from benchmarks.comparison import Comparison
-from benchmarks.settings import choose_platform
+from benchmarks.comparison.comparing import Comparison
+from benchmarks.generation import generation
+from benchmarks.layers import attention, context, experts
+from benchmarks.measuring.settings import choose_platform
+from benchmarks.ops import configs, fp8_matmuls, ops, tilings
+from benchmarks.processes import process_rings, processes
+from benchmarks.step import stack, step, train
 
 _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "ops": (ops.Ops, ops.run),
     "stack": (stack.Stack, stack.run),
-    "sharded_stack": (sharded_stack.ShardedStack, sharded_stack.run),
     "train": (train.Train, train.run),
     "step": (step.Step, step.run),
     "generation": (generation.Generation, generation.run),

@@ -14,10 +14,11 @@ from collective_matmul.data import MeasuredData, Record, shipped
 from collective_matmul.dispatch.contract import Configuration
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.dispatch.repetitions import filler
-from collective_matmul.dispatch.table import COMPUTE_ONLY
-from collective_matmul.mosaic_gpu.chunk_matmul import shared_launch
+from collective_matmul.dispatch.tables.table import COMPUTE_ONLY
+from collective_matmul.jit.peer_decision import decide_once
 from collective_matmul.mosaic_gpu.device import target as kernel_target
-from collective_matmul.mosaic_gpu.tiling import (
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import shared_launch
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
     MatmulProblem,
     MeasuredTiling,
     Tiling,
@@ -25,7 +26,7 @@ from collective_matmul.mosaic_gpu.tiling import (
     predicted_microseconds,
 )
 from collective_matmul.operands.format import FORMATS, PLAIN, Format
-from collective_matmul.operands.scaled_chunks import multiply as multiply_in_place
+from collective_matmul.operands.scaled.scaled_chunks import multiply as multiply_in_place
 from collective_matmul.ops.attention.choice import KERNELS as ATTENTION_KERNELS
 from collective_matmul.ops.attention.request import AttentionRequest
 from collective_matmul.ops.matmul.backend import MatmulBackend as Backend
@@ -35,5 +36,4 @@ from collective_matmul.ops.matmul.measurement import Stack as SiteProgram
 from collective_matmul.ops.matmul.measurement import StackOperands as SiteOperands
 from collective_matmul.ops.matmul.model_requests import LAYERS, Layer
 from collective_matmul.ops.matmul.request import Site
-from collective_matmul.peer_decision import decide_once
 from collective_matmul.tuning.timing import Timing, measure

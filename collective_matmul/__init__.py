@@ -1,8 +1,9 @@
 """Collective matmuls: tensor-parallel communication hidden under the matmuls that need it."""
 
-from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.explain import explain
+from collective_matmul.jit.compiler import overlap_jit
+from collective_matmul.jit.xla_options import OVERLAP_OPTIONS
 from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.recipes.recipe import SCALE_CHECKPOINT_NAME
 from collective_matmul.ops.attention.attend import (
@@ -31,7 +32,6 @@ from collective_matmul.ops.matmul.prequantize import prequantize, quantize_froze
 from collective_matmul.rewrite import overlap
 from collective_matmul.source_location import warn_deprecated
 from collective_matmul.tuning.tune import tune
-from collective_matmul.xla_options import OVERLAP_OPTIONS
 
 __all__ = [
     "ATTENTION_CHECKPOINT_NAME",

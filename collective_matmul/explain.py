@@ -9,21 +9,41 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from collective_matmul.compiler import PeerKernels, check_peer_kernels, renamed_fused
 from collective_matmul.dispatch.decision_table import WIDTH, Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
 from collective_matmul.dispatch.registry import REFERENCE
-from collective_matmul.dispatch.run_counts import RunCounter, count_runs
-from collective_matmul.graph_functions import check_function
+from collective_matmul.dispatch.run_counts import RunCounter, count_runs, is_numbered
+from collective_matmul.dispatch.selection import reference_alone
+from collective_matmul.hardware import assumed_rates
+from collective_matmul.jaxprs.repeats import repeats
+from collective_matmul.jit.compiler import PeerKernels, check_peer_kernels, renamed_fused
+from collective_matmul.jit.graph_functions import check_function
+from collective_matmul.jit.peer_decision import NO_SITE, PeerKernelDecision, decide
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
-from collective_matmul.peer_decision import NO_SITE, PeerKernelDecision, decide
 from collective_matmul.rewrite import FoundSite, rewritten_program, sites_and_keys, traced_program
+from collective_matmul.rewrite.find.collective_equations import axes_of, collective_seconds
 from collective_matmul.rewrite.find.placements import auto_axes
 from collective_matmul.rewrite.find.report import collective_key, record_considered
 from collective_matmul.rewrite.transform import NOTHING_SHOWN, shows_communication
 from collective_matmul.tuning.tune import estimated_seconds
+
+
+@dataclass(frozen=True)
+class MergedGathers:
+    """Gathers of arrays that an op before gathers too, by XLA's collectives.
+
+    Attributes:
+      number: how many of them a run of the program executes.
+      seconds: their predicted time.
+    """
+
+    number: int = 0
+    seconds: float = 0.0
+
+
+NONE_MERGED = MergedGathers()
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,9 @@ class Explanation:
       runs: how often a run of the program executes the ops and collectives of each line of the
         table. Branches count as taken, loops of unknown length as one step.
       verbose: whether the table has lines of what is left alone, and not their number alone.
+      merged: the gathers that XLA merges with others of the same array, of ops that it executes.
+      merged_by_reference: those that it would merge if its collectives executed all ops. Totals are
+        without the time of either.
     """
 
     decisions: tuple[Decision, ...]
@@ -52,6 +75,8 @@ class Explanation:
     peer_kernels: PeerKernelDecision = NO_SITE
     auto_axes: tuple[str, ...] = ()
     verbose: bool = False
+    merged: MergedGathers = NONE_MERGED
+    merged_by_reference: MergedGathers = NONE_MERGED
 
     def __str__(self) -> str:
         return self.table()
@@ -82,18 +107,20 @@ class Explanation:
         if ops:
             totals.append(f"{sum(runs[line] for line in ops)} collective matmuls")
         if known:
-            seconds = sum(n * (d.seconds or 0) for n, d in known)
-            reference = sum(n * (d.reference_seconds or 0) for n, d in known)
+            seconds = sum(n * (d.seconds or 0) for n, d in known) - self.merged.seconds
+            merged = self.merged_by_reference.seconds
+            reference = sum(n * (d.reference_seconds or 0) for n, d in known) - merged
             totals[0] += (
                 f"; of {sum(n for n, _ in known)} the times are predicted: {seconds * 1e3:.2f} ms,"
                 f" {reference * 1e3:.2f} ms with {REFERENCE} ({_ratio(reference, seconds)})"
             )
-            communication = sum(n * (d.communication_seconds or 0) for n, d in known)
+            communication = sum(n * (d.communication_seconds or 0) for n, d in known) - merged
             hidden = sum(n * d.hidden_seconds for n, d in known)
             totals.append(
                 f"they communicate for {communication * 1e3:.2f} ms, of which {hidden * 1e3:.2f} ms"
                 f" ({hidden / max(communication, 1e-12):.0%}) are hidden under matmuls"
             )
+        totals += self._advice_on_gathers()
         if (unmeasured := _unmeasured(self.decisions)) is not None:
             totals.append(unmeasured)
         if plain:
@@ -111,6 +138,18 @@ class Explanation:
         if self.peer_kernels.withheld:
             totals.append(str(self.peer_kernels))
         return totals
+
+    def _advice_on_gathers(self) -> list[str]:
+        """What to do about ops that gather the same array, each for itself."""
+        number = self.merged_by_reference.number
+        if not number:
+            return []
+        those = "1 op gathers an array" if number == 1 else f"{number} ops gather arrays"
+        return [
+            f"{those} that another op gathers too. {REFERENCE} gathers an array once for all, and"
+            " the totals count that. One call of the op with all weights, or layers.Shared for the"
+            " layers, does so with each backend"
+        ]
 
     def _total_of_plain(self, plain: Mapping[Line, FoundSite], runs: Mapping[Line, int]) -> str:
         """How many plain gathers and sums there are, and what becomes of them."""
@@ -189,15 +228,20 @@ def explain(
     def explanation(*args: Any, **kwargs: Any) -> Explanation:
         traced = _traced(fun, args, kwargs, peer_kernels)
         if isinstance(peer_kernels, bool):
-            explained = traced.explanation(peer_kernels)
-            requested = PeerKernelDecision(peer_kernels, "requested")
-            return replace(explained, peer_kernels=requested, verbose=verbose)
-        decision = decide(traced.program.jaxpr, traced.counter)
-        after_overlap = traced.decision_after_overlap()
-        if decision.withheld:
-            traced = _traced(fun, args, kwargs, _value(decision))
-        explained = traced.explanation(_value(after_overlap))
-        return replace(explained, peer_kernels=decision, verbose=verbose)
+            decision, after_overlap = PeerKernelDecision(peer_kernels, "requested"), peer_kernels
+        else:
+            decision = decide(traced.program.jaxpr, traced.counter)
+            after_overlap = _value(traced.decision_after_overlap())
+            if decision.withheld:
+                traced = _traced(fun, args, kwargs, _value(decision))
+        explained = traced.explanation(after_overlap)
+        merged = explained.merged
+        if len(explained.decisions) > 1:
+            with reference_alone():
+                merged = _merged_gathers(_traced(fun, args, kwargs, False).program.jaxpr)
+        return replace(
+            explained, peer_kernels=decision, verbose=verbose, merged_by_reference=merged
+        )
 
     return explanation
 
@@ -241,6 +285,7 @@ class _RecordedTrace:
             runs | _runs_of_plain(plain, collectives),
             shows_communication(self.program),
             auto_axes=auto_axes(self.program.jaxpr),
+            merged=_merged_gathers(self.program.jaxpr),
         )
 
 
@@ -256,6 +301,20 @@ def _traced(fun: Callable, args: tuple, kwargs: dict, allowed: Any) -> _Recorded
     with peer_kernels_allowed(allowed), count_runs() as counter, record_considered() as considered:
         program = traced_program(recorded, args, kwargs)
     return _RecordedTrace(program, decisions, considered, counter)
+
+
+def _merged_gathers(program: Jaxpr) -> MergedGathers:
+    """The gathers of a program that XLA merges, within ops that its collectives execute."""
+    seconds, number = 0.0, 0
+    for equation, _, runs in repeats(program, _is_gather_of_an_op):
+        sizes = {axis: equation.params["axis_size"] for axis in axes_of(equation)}
+        seconds += runs * collective_seconds(equation, sizes, assumed_rates())
+        number += runs
+    return MergedGathers(number, seconds)
+
+
+def _is_gather_of_an_op(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "all_gather" and is_numbered(equation)
 
 
 def _unmeasured(decisions: Sequence[Decision]) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from models import command_line
-from train.config import Config
+from train.config.config import Config
 
 #: What is documented: the heading, and the class whose fields are the flags.
 PROGRAMS: dict[str, type] = {

@@ -15,8 +15,8 @@ import jax
 import tyro
 from rich.console import Console
 
-from models.adapters import LoraConfig
 from models.config import LlamaConfig, config_from_json
+from models.parameters.adapters import LoraConfig
 from models.paths import expanded
 from models.simulated_devices import simulate_devices
 
@@ -221,7 +221,7 @@ def run_generate(command: Generate) -> None:
     from models.generation.adapter_params import adapters_in_common
     from models.generation.text import answer
     from models.hugging_face import ModelFolder, load
-    from models.hugging_face.chat_template import read_variables
+    from models.hugging_face.chat.template import read_variables
 
     chat_variables = read_variables(command.chat_template_kwargs)
     if chat_variables and not command.chat:

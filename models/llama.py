@@ -21,19 +21,19 @@ from flax import nnx
 from collective_matmul import all_gather_matmul
 from collective_matmul import layers as collective
 from collective_matmul.layers import RouterStatistics
-from models import plain, vocabulary
-from models.adapters import Training, set_dropout
-from models.attention import Attention, ContextAxis
-from models.block_loop import BlockLoop, Scanned, Unrolled, apply_blocks
-from models.chunked_loss import loss_in_chunks
+from models.blocks.loop import BlockLoop, Scanned, Unrolled, apply_blocks
+from models.blocks.rematerialization import Remat, rematerialize
 from models.config import LlamaConfig
-from models.documents import Documents, locate_documents, locate_part
-from models.experts import ExpertPlacement, make_experts, no_statistics, with_statistics_of
-from models.fp8_layers import DEFAULT_FP8_LAYERS, of_layer, recipes
-from models.norm import RMSNorm
-from models.parameter_use import ParameterUse, Unchanged, arrays_of, used
-from models.rematerialization import Remat, rematerialize
-from models.stacked_blocks import Keys, stack_blocks
+from models.layers import plain, vocabulary
+from models.layers.attention import Attention, ContextAxis
+from models.layers.chunked_loss import loss_in_chunks
+from models.layers.documents import Documents, locate_documents, locate_part
+from models.layers.experts import ExpertPlacement, make_experts, no_statistics, with_statistics_of
+from models.layers.norm import RMSNorm
+from models.parameters.adapters import Training, set_dropout
+from models.parameters.fp8_layers import DEFAULT_FP8_LAYERS, of_layer, recipes
+from models.parameters.stacked import Keys, stack_blocks
+from models.parameters.use import ParameterUse, Unchanged, arrays_of, used
 
 #: The residual stream [B, s, features], and the statistics of all routers that it has passed.
 Stream = tuple[jax.Array, RouterStatistics | None]

@@ -1,6 +1,7 @@
 """What the ops compute with operands in 8 bits, in float64: the products of the quantized operands.
 
-Operands are quantized as the library does, device by device; tests/test_fp8.py tests that itself.
+Operands are quantized as the library does, device by device; tests/operands/test_fp8.py tests that
+itself.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import numpy as np
 
 import collective_matmul
 from collective_matmul.operands.format import FORMATS
-from collective_matmul.operands.packed_rows import PackedRows
 from collective_matmul.operands.recipes.recipe import Recipe
-from collective_matmul.operands.scaled_matrix import ScaledMatrix
+from collective_matmul.operands.scaled.packed_rows import PackedRows
+from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix
 from tests.reference import AXIS, Case, Comparison, Outcome
 
 

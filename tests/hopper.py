@@ -9,7 +9,8 @@ import jax
 import pytest
 from jax.experimental.mosaic import gpu as mosaic
 
-from collective_matmul.mosaic_gpu import device, symmetric_workspace
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu.peers import symmetric_workspace
 from collective_matmul.peer_access import peer_kernels_allowed
 
 #: The number of multiprocessors of an H100 or H200.

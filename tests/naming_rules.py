@@ -104,10 +104,10 @@ EXCEPTIONS: dict[tuple[str, str, str], str] = {
     ("compared_backend_names", "collective_matmul/ops/matmul/fused/", "one_shot"): (
         "the kind of all-reduce in which every device computes the whole sum"
     ),
-    ("compared_backend_names", "collective_matmul/compiler.py", "fused"): (
+    ("compared_backend_names", "collective_matmul/jit/compiler.py", "fused"): (
         "the old name of the argument peer_kernels"
     ),
-    ("compared_backend_names", "collective_matmul/mosaic_gpu/tiling.py", "xla"): (
+    ("compared_backend_names", "collective_matmul/mosaic_gpu/hopper_matmul/tiling.py", "xla"): (
         "XLA's matmul in a table of matmuls"
     ),
     ("home_made_names", "collective_matmul/ops/experts/backend.py", "Work"): (

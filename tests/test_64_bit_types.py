@@ -32,24 +32,33 @@ TOLERANCE = 1e-12
 
 #: Tests that the default suite runs, some of each part that computes places in arrays.
 COVERING = (
-    "tests/test_ops.py::test_forward",
-    "tests/test_ops.py::test_gradients",
-    "tests/test_sharded_weights.py::test_values_and_gradients",
+    "tests/ops/matmul/test_ops.py::test_forward",
+    "tests/ops/matmul/test_ops.py::test_gradients",
+    "tests/ops/matmul/test_sharded_weights.py::test_values_and_gradients",
     "tests/models/test_vocabulary.py",
     "tests/models/test_generation.py::test_likeliest_tokens_are_those_of_the_reference[window-2]",
     "tests/train/test_step.py::test_every_site_of_a_plain_model_is_replaced[{}-0]",
-    "tests/mosaic_gpu/test_lowering.py::test_ring[ring-all_gather_matmul]",
-    "tests/mosaic_gpu/test_lowering.py::test_ring[ring-matmul_reduce_scatter]",
+    "tests/mosaic_gpu/hopper_matmul/test_lowering.py::test_ring[ring-all_gather_matmul]",
+    "tests/mosaic_gpu/hopper_matmul/test_lowering.py::test_ring[ring-matmul_reduce_scatter]",
 )
 #: What `.ci/run` adds. Kernels have no 64-bit types, so tests that simulate these are left out.
 MORE = (
-    *("tests/test_ops.py", "tests/test_einsum.py", "tests/test_sharded_weights.py"),
-    *("tests/test_control_flow.py", "tests/test_transforms.py", "tests/test_quantized_weights.py"),
-    *("tests/test_fp8_ops.py", "tests/test_fp8_einsum.py", "tests/layers/test_linear.py"),
+    *(
+        f"tests/ops/matmul/test_{name}.py"
+        for name in (
+            *("ops", "einsum", "sharded_weights", "control_flow", "transforms"),
+            *("quantized_weights", "fp8_ops", "fp8_einsum"),
+        )
+    ),
+    "tests/layers/linear/test_linear.py",
     *("tests/rewrite/test_overlap.py", "tests/rewrite/test_explicit_programs.py"),
     *("tests/rewrite/test_weight_gathers.py", "tests/ops/attention/test_attend.py"),
     *("tests/models/test_generation.py", "tests/models/test_block_loop.py"),
-    *("tests/train/test_step.py", "tests/train/test_muon.py", "tests/train/test_zero.py"),
+    *(
+        "tests/train/test_step.py",
+        "tests/train/optimizer/test_muon.py",
+        "tests/train/parallel/test_zero.py",
+    ),
 )
 ROOT = Path(__file__).parents[1]
 

@@ -69,7 +69,7 @@ def words_of_storages(tree: SourceTree) -> list[str]:
 
 def test_the_generic_files_are_there() -> None:
     found = {name for name, _ in generic_modules(REPOSITORY)}
-    assert {"dispatch.contract", "dispatch.selection", "dispatch.table", "tuning.tune"} <= {
+    assert {"dispatch.contract", "dispatch.selection", "dispatch.tables.table", "tuning.tune"} <= {
         name.removeprefix(f"{LIBRARY}.") for name in found
     }
     assert f"{LIBRARY}.explain" in found

@@ -34,7 +34,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "peer_access",
         "source_location",
         "transport",
-        "xla_options",
     ),
     "jaxprs": ("jaxprs",),
     "mosaic_gpu": ("mosaic_gpu",),
@@ -44,20 +43,32 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "ops": ("ops",),
     "users": (
         "__main__",
-        "compiler",
-        "compiler_sharding",
-        "deciding_function",
-        "dimension_classes",
         "explain",
-        "graph_functions",
+        "jit",
         "layers",
-        "peer_decision",
         "rewrite",
         "tuning",
     ),
 }
-#: The folders of rewrite/, in the order in which a program goes through them.
-REWRITE_STEPS = ("find", "match", "replace")
+#: Members of folders, from the ground up. None of them imports from a later one, nor from a member
+#: that is not listed.
+FOLDER_ORDER: dict[str, tuple[str, ...]] = {
+    "dispatch": (
+        *("contract", "recording", "registry", "branches", "repetitions", "run_counts", "tables"),
+        *("assessment", "selection"),
+    ),
+    "layers": (
+        *("sharding_context", "layer_checks", "sequence_form"),
+        *("linear", "experts", "parallelize"),
+    ),
+    "mosaic_gpu": ("device", "kernel_types", "peers", "hopper_matmul"),
+    "operands": (
+        *("varying", "arithmetic", "scaled", "chunked", "format", "multiply", "beside", "grouped"),
+        *("sharded", "quantized", "weight_blocks", "recipes"),
+    ),
+    # In the order in which a program goes through them.
+    "rewrite": ("find", "match", "replace"),
+}
 ROOM_ORDER = (*ROOMS, "public", "models", "train", "benchmarks")
 PUBLIC_MODULES = {LIBRARY, f"{LIBRARY}.jaxprs", f"{LIBRARY}.layers"}
 #: The one benchmark module that imports private names; the other modules import them from it.
@@ -160,15 +171,15 @@ def room(name: str) -> str:
 
 
 def steps_back(tree: SourceTree) -> Findings:
-    """Modules of the rewrite that import from a later step, or from what calls the steps."""
+    """Modules that import from a later member of their folder, or from what uses the members."""
     for module in tree.below(LIBRARY):
-        step = module.name.removeprefix(f"{LIBRARY}.rewrite.").partition(".")[0]
-        if step in REWRITE_STEPS:
-            allowed = REWRITE_STEPS[: REWRITE_STEPS.index(step) + 1]
-            for place in module.imports(tree.names):
-                other = place.text.removeprefix(f"{LIBRARY}.rewrite.")
-                if other != place.text and other.partition(".")[0] not in allowed:
-                    yield Finding(place, f"is imported by {step}")
+        _, folder, member, *_ = *module.name.split("."), "", ""
+        members = FOLDER_ORDER.get(folder, ())
+        allowed = members[: members.index(member) + 1] if member in members else ()
+        for place in module.imports(tree.names) if allowed else ():
+            _, other_folder, other, *_ = *place.text.split("."), "", ""
+            if other_folder == folder and other and other not in allowed:
+                yield Finding(place, f"is imported by {member}")
 
 
 def import_cycles(tree: SourceTree) -> Findings:
@@ -384,7 +395,7 @@ PLANTED = {
     "collective_matmul/layers/values.py": f"class PeerTwins:\n    '''Of peers.'''\n{_LONG}",
     "collective_matmul/rewrite/match/casts.py": "from collective_matmul.rewrite.replace import cut",
     "collective_matmul/rewrite/replace/cut.py": "",
-    "train/loop.py": "from collective_matmul import gather, ops",
+    "train/run/loop.py": "from collective_matmul import gather, ops",
     "models/loops.py": """
 from jax.extend.core import jaxprs_in_params
 equation.params["branches"], getattr(closed, "jaxpr", closed), equation.params.values()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.covering import cover, pairwise
+from tests.ops.matmul.test_ops import CASES, PRODUCT
 from tests.reference import OPS, PORTABLE
-from tests.test_ops import CASES, PRODUCT
 
 
 def default(parameters: list[Any]) -> list[Any]:

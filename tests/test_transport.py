@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, context_attention, expert_mlp, explain, transport
-from collective_matmul.dispatch import lookup, table_files
 from collective_matmul.dispatch.assessment import assess
 from collective_matmul.dispatch.selection import choose
-from collective_matmul.dispatch.table import Table
+from collective_matmul.dispatch.tables import lookup, table_files
+from collective_matmul.dispatch.tables.table import Table
 from collective_matmul.ops.attention.context.request import ContextRequest
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.matmul.backends import BACKENDS
@@ -26,7 +26,7 @@ from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.transport import TRANSPORTS, transport_over
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200, tracing_for
-from tests.dispatch.tables import KIND, entry, layer
+from tests.dispatch.tables.example_tables import KIND, entry, layer
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from train.shutdown import Shutdown
-from train.supervisor import is_one_of_several, supervise
+from train.processes.shutdown import Shutdown
+from train.processes.supervisor import is_one_of_several, supervise
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> None:
     if is_one_of_several(arguments):
         raise SystemExit(supervise(arguments))
     with Shutdown() as shutdown:
-        from train import command_line
+        from train.run import command_line
 
         command_line.main(arguments, shutdown)
 

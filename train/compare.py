@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from models.simulated_devices import simulate_devices
-from train.command_line import announce, parse, refusing
-from train.config import Config
-from train.device_memory import set_memory_fraction
-from train.loop import train
-from train.metrics import Record
-from train.setup import prepare
+from train.config.config import Config
+from train.log.metrics import Record
+from train.memory.device_memory import set_memory_fraction
+from train.run.command_line import announce, parse, refusing
+from train.run.loop import train
+from train.run.setup import prepare
 
 
 def main(arguments: Sequence[str]) -> None:

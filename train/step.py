@@ -4,7 +4,8 @@ Legend of local shapes: b is the number of sequences of a device and its tensor 
 number of their tokens that the group has, which is all of them unless a context axis divides the
 sequences, D is the size of the tensor axis. Parameters and moments are local shards. The
 types of `shard_map` say which values vary over which axes, so JAX itself sums the gradients of
-parameters that are replicated over the tensor axis. Over the other axes `train.zero` sums them.
+parameters that are replicated over the tensor axis. Over the other axes `train.parallel.zero` sums
+them.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap, overlap_jit
 from collective_matmul.layers import RouterStatistics
-from models.experts import no_statistics as statistics_of_none
+from models.layers.experts import no_statistics as statistics_of_none
 from models.random_keys import random_key
-from train.batches import batch_specs
-from train.config import Config
-from train.explicit_step import Batch, explicit_loss_and_grads, with_explicit_axes
-from train.mesh import all_axes, token_axes
-from train.optimizer import make_schedule
-from train.router_losses import RouterLosses, of_all_devices, router_metrics
-from train.state import (
+from train.config.config import Config
+from train.optimizer.optimizer import make_schedule
+from train.parallel.batches import batch_specs
+from train.parallel.explicit_step import Batch, explicit_loss_and_grads, with_explicit_axes
+from train.parallel.mesh import all_axes, token_axes
+from train.parallel.model import (
     FROZEN,
     ModelFunctions,
     Params,
@@ -40,7 +40,8 @@ from train.state import (
     Weights,
     state_specs,
 )
-from train.zero import gathered_weights, summed_gradients, variables, whole_trained
+from train.parallel.router_losses import RouterLosses, of_all_devices, router_metrics
+from train.parallel.zero import gathered_weights, summed_gradients, variables, whole_trained
 
 Metrics = dict[str, jax.Array]
 #: The loss of this device's targets, the statistics of routers on its tokens, and gradients.
@@ -62,7 +63,7 @@ def make_step(
     """The compiled step: (state, batch) -> (state, metrics). The state is donated.
 
     The batch has "inputs" and "targets", int32 [batch_size, sequence_length], sharded and in the
-    order that `train.batches.global_arrays` says, where documents are kept apart
+    order that `train.parallel.batches.global_arrays` says, where documents are kept apart
     "document_lengths", as `Llama` takes them, and of conversations "answers", 1 for targets that
     count.
     Metrics are float32 scalars: "loss", in nats per token that counts, "grad_norm", before

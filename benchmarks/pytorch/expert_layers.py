@@ -1,6 +1,6 @@
 """``python -m benchmarks.pytorch.expert_layers``: times PyTorch's expert layers, a line for each.
 
-The layers are those of `benchmarks.expert_programs.ExpertLayer`.
+The layers are those of `benchmarks.layers.expert_programs.ExpertLayer`.
 """
 
 from __future__ import annotations

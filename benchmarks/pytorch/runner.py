@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.measuring import Result
+from benchmarks.comparison.timing import Result
+from benchmarks.measuring.report import Report
+from benchmarks.measuring.settings import Settings
 from benchmarks.pytorch import MULTICAST_OFF, NAMES
-from benchmarks.report import Report
-from benchmarks.settings import Settings
 
 #: To start PyTorch and NCCL, and to end a case that has begun.
 _GRACE_SECONDS = 60.0

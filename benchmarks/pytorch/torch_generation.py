@@ -1,4 +1,4 @@
-"""Times prefill and decoding of one batch, as `benchmarks.generation` asks for.
+"""Times prefill and decoding of one batch, as `benchmarks.generation.generation` asks for.
 
 A token is one CUDA graph, as far as there are such. Compiled candidates try the compiler's own
 choices of matmuls and its search for them.

@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.profiling import ANNOTATION, EXECUTIONS
+from benchmarks.measuring.profiling import ANNOTATION, EXECUTIONS
 from benchmarks.timeline.analysis import DeviceTimeline, Kind, Row, analyze, rows
 from benchmarks.timeline.trace import TraceError, read_trace
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from collective_matmul.dispatch import lookup, table_files
 from collective_matmul.dispatch.contract import Backend, Prediction, Request
-from collective_matmul.dispatch.lookup import Comparison
 from collective_matmul.dispatch.registry import REFERENCE
+from collective_matmul.dispatch.tables import lookup, table_files
+from collective_matmul.dispatch.tables.lookup import Comparison
 from collective_matmul.hardware import traced_device
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
 

@@ -6,8 +6,10 @@ measurement or its model.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,10 +20,10 @@ from collective_matmul.dispatch.assessment import (
     unsupported_reason,
 )
 from collective_matmul.dispatch.contract import Backend, Backends, Request
-from collective_matmul.dispatch.lookup import Comparison
 from collective_matmul.dispatch.recording import Decision, PeerAlternative, record
 from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import numbered
+from collective_matmul.dispatch.tables.lookup import Comparison
 from collective_matmul.hardware import rates, traced_device
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import peer_kernels_allowed, peer_kernels_undecided
@@ -38,6 +40,21 @@ class UnsupportedSiteError(ValueError):
     def __init__(self, message: str, reason: str):
         super().__init__(message)
         self.reason = reason
+
+
+_reference_alone: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "reference_alone", default=False
+)
+
+
+@contextlib.contextmanager
+def reference_alone() -> Iterator[None]:
+    """The reference executes every op that is traced inside the block, whatever it asks for."""
+    token = _reference_alone.set(True)
+    try:
+        yield
+    finally:
+        _reference_alone.reset(token)
 
 
 def choose(site: Request, requested: Sequence[str] | None = None) -> Any:
@@ -57,6 +74,8 @@ def choose(site: Request, requested: Sequence[str] | None = None) -> Any:
     Raises:
       UnsupportedSiteError: if none of the requested backends can execute the site.
     """
+    if _reference_alone.get():
+        requested = (site.backends.reference.name,)
     site = _with_vouched_predicate(site, requested)
     assessments = assess(site, requested or ())
     choice = _choice(assessments, requested)

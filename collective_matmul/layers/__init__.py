@@ -1,21 +1,29 @@
-"""Flax layers that communicate by collective matmuls, and a wrapper for existing models."""
+"""Flax layers that communicate by collective matmuls, and a wrapper for existing models.
 
-from collective_matmul.layers.blocks import AttentionProjection, GatedFeedForward
-from collective_matmul.layers.experts import ExpertMLP
-from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear, shared_gather
-from collective_matmul.layers.lora import Lora
-from collective_matmul.layers.parallel_linen import ParallelModule
-from collective_matmul.layers.parallel_styles import Column, Heads, Row, Shared
-from collective_matmul.layers.parallelize import parallelize
-from collective_matmul.layers.prequantized import prequantize_kernels
-from collective_matmul.layers.router import BalancingBias, Router
-from collective_matmul.layers.router_statistics import (
+In come global arrays under `jax.jit`, or local shards inside a `shard_map`: `sharding_context`
+tells which. `linear/`, `experts/` and `parallelize/` hold the layers.
+"""
+
+from collective_matmul.layers.experts.experts import ExpertMLP
+from collective_matmul.layers.experts.router import BalancingBias, Router
+from collective_matmul.layers.experts.router_statistics import (
     RouterStatistics,
     largest_over_mean,
     load_balancing_loss,
     router_z_loss,
     updated_bias,
 )
+from collective_matmul.layers.linear.blocks import AttentionProjection, GatedFeedForward
+from collective_matmul.layers.linear.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    shared_gather,
+)
+from collective_matmul.layers.linear.lora import Lora
+from collective_matmul.layers.parallelize.parallel_linen import ParallelModule
+from collective_matmul.layers.parallelize.parallel_styles import Column, Heads, Row, Shared
+from collective_matmul.layers.parallelize.parallelize import parallelize
+from collective_matmul.layers.prequantized import prequantize_kernels
 
 __all__ = [
     "AttentionProjection",

@@ -9,11 +9,11 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.layers.blocks import AttentionProjection, GatedFeedForward
-from collective_matmul.layers.functions import own_columns
-from collective_matmul.layers.linear import ColumnParallelLinear, RowParallelLinear
-from collective_matmul.layers.nnx_adapters import base_of
-from collective_matmul.layers.nnx_shared import shared_layers
+from collective_matmul.layers.linear.blocks import AttentionProjection, GatedFeedForward
+from collective_matmul.layers.linear.functions import own_columns
+from collective_matmul.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
+from collective_matmul.layers.parallelize.nnx_adapters import base_of
+from collective_matmul.layers.parallelize.nnx_shared import shared_layers
 from collective_matmul.layers.sharding_context import LocalShards
 from collective_matmul.ops.matmul.prequantize import prequantize
 

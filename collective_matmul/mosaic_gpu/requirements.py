@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from collective_matmul._compat import partly_automatic
-from collective_matmul.mosaic_gpu import device, shared_memory
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu.peers import shared_memory
 
 #: An array, or its shape and dtype.
 Array = jax.Array | jax.ShapeDtypeStruct

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import Rows
 from collective_matmul.operands.arithmetic import add
 from collective_matmul.operands.chunked import Chunked, read
 from collective_matmul.operands.multiply import is_array, matmul, multiply_chunks

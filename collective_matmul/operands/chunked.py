@@ -11,7 +11,7 @@ from jax import lax
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.explicit_axes import with_type_of
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import Rows
 
 
 @jax.tree_util.register_dataclass

@@ -7,8 +7,8 @@ registered by the name that users give; see `collective_matmul.operands.recipes`
 Legend: x and dy are *rows* [..., K], which travel between devices; w is a *weight* [K, N]. Rows in
 a format are an array, or a pytree of arrays that all have the leading dimensions of the array: a
 schedule cuts and sends them without knowing what they are. A weight in a format is an array or a
-`Matrix`. Rows that are no array have the attributes of
-`collective_matmul.operands.packed_rows.PackedRows`: shape, array, without_array and dequantized.
+`Matrix`. Rows that are no array have the attributes of `operands.scaled.packed_rows.PackedRows`:
+shape, array, without_array and dequantized.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import Rows
 
 #: Rows: an array, or a pytree of arrays in another format.
 RowsOperand = Any

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from collective_matmul.mosaic_gpu import chunk_matmul
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.mosaic_gpu.hopper_matmul import chunk_matmul
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import Rows
 from collective_matmul.operands.arithmetic import add, contract_rows
 from collective_matmul.operands.chunked import Chunked, read, whole_of, write
 from collective_matmul.operands.format import Format

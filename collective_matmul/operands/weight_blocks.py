@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import Rows
 from collective_matmul.operands.chunked import Chunked
 from collective_matmul.operands.multiply import contract, multiply_chunks
 from collective_matmul.operands.sharded import Sharded, WeightShards

@@ -12,13 +12,13 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
-from collective_matmul.graph_functions import (
+from collective_matmul.jaxprs.walks import Holds
+from collective_matmul.jit.graph_functions import (
     GraphFunction,
     GraphNodesError,
     check_function,
     pure_function,
 )
-from collective_matmul.jaxprs.walks import Holds
 from collective_matmul.log import warn_once
 from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import Implementation
@@ -34,7 +34,7 @@ NOTHING_SHOWN = (
     " program shows neither. Make the mesh with jax.make_mesh(shape, names,"
     " axis_types=(jax.sharding.AxisType.Explicit,) * len(names)) and put the arguments on it; or"
     " write the communication with jax.shard_map; or give the model's linear layers to"
-    " collective_matmul.layers.parallelize"
+    " collective_matmul.layers.parallelize.parallelize"
 )
 
 

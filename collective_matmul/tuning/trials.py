@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from collective_matmul.agreement import exchange
-from collective_matmul.compiler import overlap_jit
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.contract import COMPUTE_ONLY, Request
 from collective_matmul.dispatch.registry import OPS, REFERENCE
 from collective_matmul.dispatch.repetitions import filler
+from collective_matmul.jit.compiler import overlap_jit
 from collective_matmul.tuning.timing import Timing, measure_finalists
 
 #: Programs compiled at the same time, at most.

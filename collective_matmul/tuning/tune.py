@@ -18,13 +18,13 @@ import jax
 
 from collective_matmul.agreement import of_first_process
 from collective_matmul.data import Run
-from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.assessment import unsupported_reason
 from collective_matmul.dispatch.contract import COMPUTE_ONLY, Request
 from collective_matmul.dispatch.recording import decisions_of
 from collective_matmul.dispatch.registry import OPS, REFERENCE, current_name
-from collective_matmul.dispatch.table import Entry, Table
-from collective_matmul.dispatch.table_files import writable_path
+from collective_matmul.dispatch.tables import table_files
+from collective_matmul.dispatch.tables.table import Entry, Table
+from collective_matmul.dispatch.tables.table_files import writable_path
 from collective_matmul.hardware import how_to_simulate
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.transport import Transport, transport_between
@@ -84,7 +84,8 @@ def tune(
       ValueError: for unknown names, a function without collective matmuls, arguments without a
         function, fewer devices than a site has, devices of different kinds, a table at `path` for
         another kind, sites of other than all devices of several processes, numbers that do not
-        allow a measurement, or a folder that cannot be written.
+        allow a measurement, a folder that cannot be written, or devices that are no GPUs while
+        neither `path` nor the environment names a place for their table.
       OSError: if the table cannot be written after all.
     """
     if not limit_seconds > 0:
@@ -102,6 +103,7 @@ def tune(
     _check(sites, found)
     # They are measured on these devices, whichever they were found on.
     sites = [_moved_by(transport_between(found), site) for site in sites]
+    _check_place(found[0], path)
     kind = found[0].device_kind
     tuner = _Tuner(
         devices=found,
@@ -170,6 +172,17 @@ def _check(sites: Sequence[Request], devices: Sequence[Any]) -> None:
             )
 
 
+def _check_place(device: Any, path: str | os.PathLike | None) -> None:
+    """Raises ValueError where times of a CPU would decide about this user's later programs."""
+    if device.platform == "gpu" or path is not None or os.environ.get(table_files.CACHE_VARIABLE):
+        return
+    raise ValueError(
+        f"path=None: the devices are of {device.device_kind}, where nothing runs under a matmul,"
+        " and later programs would use their table; give it a path of its own (the command has"
+        f" --output), or set {table_files.CACHE_VARIABLE}"
+    )
+
+
 def _describe(devices: Sequence[Any]) -> Run:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     text = f"{len(devices)} × {devices[0].device_kind}"
@@ -210,7 +223,11 @@ class _Tuner:
         table = self._save({})
         for site in left_out:
             self._print(f"left out, the cost model decides about it: {site}")
-        self._print(f"{len(missing)} of {len(sites)} sites to measure; the table is {self.path}")
+        minutes = math.ceil(estimated_seconds(missing) / 60)
+        self._print(
+            f"{len(missing)} of {len(sites)} sites to measure, in about {minutes}"
+            f" minute{'s' * (minutes != 1)}; the table is {self.path}"
+        )
         for done, trial in enumerate(trials(missing, self.devices, self.implementations), start=1):
             table = self._measure(trial) or table
             is_late = of_first_process(self._seconds_passed() > self.limit_seconds)

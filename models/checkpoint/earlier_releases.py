@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: Fields of `train.config.Config` by the names that they had.
+#: Fields of `train.config.config.Config` by the names that they had.
 FIELDS = {"keep": "max_to_keep", "accumulate": "gradient_accumulation_steps"}
 #: Values by field and by the names that they had.
 VALUES = {"overlap": {"bulk": "xla"}}
@@ -68,7 +68,7 @@ NEW_ROTARY_FIELDS: dict[str, Any] = {
     "attention_factor": None,
     "truncate": True,
 }
-#: The same of `train.config.OptimizerConfig`.
+#: The same of `train.config.config.OptimizerConfig`.
 NEW_OPTIMIZER_FIELDS: dict[str, Any] = {
     "kind": "adamw",
     "muon_momentum": 0.95,

@@ -24,13 +24,15 @@ from models.families.config_keys import (
     or_null,
     shown,
 )
-from models.families.expert_keys import EXPERT_KEYS, expert_fields, expert_keys
 from models.families.family import (
     COMMON_KEYS,
     EPSILON,
+    EXPERT_KEYS,
     LAYERS,
     Family,
     Fields,
+    expert_fields,
+    expert_keys,
     layer_kinds,
     written_kinds,
 )

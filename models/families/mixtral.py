@@ -20,8 +20,15 @@ from models.families.config_keys import (
     numbers,
     or_null,
 )
-from models.families.expert_keys import EXPERT_KEYS, expert_fields, expert_keys
-from models.families.family import COMMON_KEYS, EPSILON, Family, Fields
+from models.families.family import (
+    COMMON_KEYS,
+    EPSILON,
+    EXPERT_KEYS,
+    Family,
+    Fields,
+    expert_fields,
+    expert_keys,
+)
 
 
 def mixtral_8x7b() -> LlamaConfig:

@@ -21,8 +21,15 @@ from models.families.config_keys import (
     or_null,
     shown,
 )
-from models.families.expert_keys import EXPERT_KEYS, expert_fields, expert_keys
-from models.families.family import COMMON_KEYS, LAYERS, Family, Fields
+from models.families.family import (
+    COMMON_KEYS,
+    EXPERT_KEYS,
+    LAYERS,
+    Family,
+    Fields,
+    expert_fields,
+    expert_keys,
+)
 
 
 def qwen3_30b_a3b() -> LlamaConfig:

@@ -13,7 +13,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from models.adapters import KERNEL, LORA_A, LORA_B, TARGETS, LoraConfig, is_adapter
+from models.parameters.adapters import KERNEL, LORA_A, LORA_B, TARGETS, LoraConfig, is_adapter
 
 
 class AdapterParams(Protocol):

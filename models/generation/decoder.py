@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from collective_matmul import zigzag_order
-from models import vocabulary
-from models.documents import locate_part
 from models.generation.cache import LayerCache, appended, attend, filled
+from models.layers import vocabulary
+from models.layers.documents import locate_part
 from models.llama import Block, Llama
 
 Caches = list[LayerCache]

@@ -15,13 +15,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit, zigzag_order
-from models.adapters import LoraConfig, Training, is_adapter
 from models.config import LlamaConfig
 from models.generation import decoder
 from models.generation.adapter_params import AdapterParams, adapter_params
 from models.generation.decoder import Caches
 from models.generation.sampling import Sampling, choose
 from models.llama import Llama
+from models.parameters.adapters import LoraConfig, Training, is_adapter
 
 Params = dict[str, jax.Array]
 #: What a launch of decoding goes on from: tokens, their places, whether sequences have ended.

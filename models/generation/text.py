@@ -9,7 +9,7 @@ import jax
 
 from models.generation.answer_text import AnswerText
 from models.generation.generator import Generator
-from models.hugging_face.chat_tokens import ChatTokens
+from models.hugging_face.chat.tokens import ChatTokens
 from models.hugging_face.declared_tokens import DeclaredTokens
 from models.hugging_face.folder import ModelFolder
 from models.hugging_face.tokenizer import encode_prompt

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.adapters import LORA_A, LORA_B, MODULES, LoraConfig
 from models.config import LlamaConfig
 from models.families.config_keys import shown_name
 from models.hugging_face.files import find_file, read_json, real_path, reason
@@ -31,6 +30,7 @@ from models.hugging_face.peft_config import (
 )
 from models.hugging_face.tensor_names import Tensor, tensors
 from models.hugging_face.writing import check_empty
+from models.parameters.adapters import LORA_A, LORA_B, MODULES, LoraConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.adapters import MODULES, LoraConfig
 from models.families.config_keys import shown
+from models.parameters.adapters import MODULES, LoraConfig
 
 _ALL_LINEAR = "all-linear"
 #: Keys that change no result, or only training or how PEFT initializes adapters.

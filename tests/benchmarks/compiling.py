@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from benchmarks import candidates
-from benchmarks.candidates import Candidate
-from benchmarks.compiling import trace
-from benchmarks.operands import Operands, compile_maker
-from benchmarks.programs import Program
+from benchmarks.comparison import candidates
+from benchmarks.comparison.candidates import Candidate
+from benchmarks.comparison.compiling import trace
+from benchmarks.comparison.operands import Operands, compile_maker
+from benchmarks.comparison.programs import Program
 
 #: One of each way to write a program whose numbers mean something.
 COMPUTING = ("baseline", "windowed_einsum", "ring", "rewrite")

@@ -24,7 +24,7 @@ from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.request import Einsum, Op, Site
 from collective_matmul.peer_access import peer_kernels_allowed
 from tests.dispatch.sites import H200, site_of, tracing_for
-from tests.dispatch.tables import measure_as
+from tests.dispatch.tables.example_tables import measure_as
 from tests.reference import OPS, PEER_KERNELS, PORTABLE
 
 every_op = pytest.mark.parametrize("op", OPS)

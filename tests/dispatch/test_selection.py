@@ -15,9 +15,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import hardware
-from collective_matmul.dispatch import assessment, selection, table_files
+from collective_matmul.dispatch import assessment, selection
 from collective_matmul.dispatch.recording import Decision, record_decisions
 from collective_matmul.dispatch.selection import choose
+from collective_matmul.dispatch.tables import table_files
 from collective_matmul.log import warn_once
 from collective_matmul.ops.matmul import xla
 from collective_matmul.ops.matmul.backends import BACKENDS
@@ -26,7 +27,7 @@ from collective_matmul.ops.matmul.ring.backend import RINGS
 from collective_matmul.peer_access import peer_kernels_allowed
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200, site_of, tracing_for
-from tests.dispatch.tables import entry, layer, measure_as, table_of
+from tests.dispatch.tables.example_tables import entry, layer, measure_as, table_of
 from tests.reference import AXIS, OPS, Case
 
 every_op = pytest.mark.parametrize("op", OPS)

@@ -31,7 +31,7 @@ from collective_matmul import (
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
-from collective_matmul.dispatch.table_files import cache_path, save
+from collective_matmul.dispatch.tables.table_files import cache_path, save
 from collective_matmul.hardware import rates
 from collective_matmul.operands.multiply import matmul, multiplied
 from collective_matmul.ops.matmul.backend import MatmulBackend
@@ -40,7 +40,7 @@ from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.xla import Xla, xla_seconds
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200, site_of, tracing_for
-from tests.dispatch.tables import entry, measure_as
+from tests.dispatch.tables.example_tables import entry, measure_as
 
 NAME = "two_halves"
 

@@ -38,18 +38,18 @@ from collective_matmul.dispatch.contract import (
 from collective_matmul.dispatch.registry import OPS, Op, Registry, register_op, unregister_op
 from collective_matmul.dispatch.repetitions import AXIS, Repetitions
 from collective_matmul.dispatch.selection import UnsupportedSiteError, choose
-from collective_matmul.dispatch.table import Table
-from collective_matmul.dispatch.table_files import cache_path, read_users, save
+from collective_matmul.dispatch.tables.table import Table
+from collective_matmul.dispatch.tables.table_files import cache_path, read_users, save
 from collective_matmul.hardware import rates
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import Rows
 from collective_matmul.operands.chunked import empty_like, read, write
 from collective_matmul.operands.varying import pvary_all
 from collective_matmul.schedule.walk import Gather, Ring, walk_gather, walk_scatter
 from collective_matmul.source_location import SourceLocation, calling_location
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200
-from tests.dispatch.tables import entry
-from tests.dispatch.tables import layer as matmul_layer
+from tests.dispatch.tables.example_tables import entry
+from tests.dispatch.tables.example_tables import layer as matmul_layer
 
 NAME = "gathered_softmax"
 SOFTMAXES = Registry(renamed={"spiral": "ring"})

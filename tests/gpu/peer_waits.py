@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
 from collective_matmul._compat import in_place_kernel
-from collective_matmul.mosaic_gpu import peer_waits, symmetric_workspace
-from collective_matmul.mosaic_gpu.peer_memory import (
+from collective_matmul.mosaic_gpu.peers import peer_waits, symmetric_workspace
+from collective_matmul.mosaic_gpu.peers.peer_memory import (
     WARPGROUP,
     Address,
     layout,
@@ -26,7 +26,7 @@ from collective_matmul.mosaic_gpu.peer_memory import (
     set_signals,
     store,
 )
-from collective_matmul.mosaic_gpu.rendezvous import publish_pointers
+from collective_matmul.mosaic_gpu.peers.rendezvous import publish_pointers
 from tests.gpu.problems import mesh_of
 from tests.reference import AXIS
 

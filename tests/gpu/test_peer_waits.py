@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from collective_matmul.mosaic_gpu.timeout_reports import TIMEOUT_VARIABLE
+from collective_matmul.mosaic_gpu.peers.timeout_reports import TIMEOUT_VARIABLE
 from tests.gpu.peer_waits import EPOCH, WAITS, WHAT, Wait, name_of, program
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_with_kernels")]

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from collective_matmul.mosaic_gpu.timeout_reports import TIMEOUT_VARIABLE
+from collective_matmul.mosaic_gpu.peers.timeout_reports import TIMEOUT_VARIABLE
 from tests import processes
 from tests.conftest import skip_without
 from tests.processes import ACROSS, LOCAL_DEVICES, PROCESSES

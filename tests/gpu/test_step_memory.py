@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import MeshFactory
 from tests.train.compiled_memory import FSDP, TENSOR, Case, case, compiled_step, sharded
-from train.config import Config
+from train.config.config import Config
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from models.hugging_face import ModelFolder, load
 from models.hugging_face.tokenizer import encode_prompt, encode_rendered
 from tests.models.hugging_face.folders import DATA
 from tests.models.hugging_face.test_tokenizers import DATA as TOKENIZERS
-from train.tokenizer import read_tokenizer
+from train.data.tokenizer import read_tokenizer
 
 
 @pytest.fixture

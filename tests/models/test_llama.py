@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from models import rotary
 from models.config import LlamaConfig, RotaryScaling
+from models.layers import rotary
 from models.llama import Llama
 from tests.models import reference
-from train.config import ONE_DEVICE, Config
-from train.mesh import BATCH_AXES, make_abstract_mesh
-from train.state import ModelFunctions
+from train.config.config import ONE_DEVICE, Config
+from train.parallel.mesh import BATCH_AXES, make_abstract_mesh
+from train.parallel.model import ModelFunctions
 
 SMALL = LlamaConfig(
     vocabulary_size=24,
@@ -94,7 +94,7 @@ def unsharded_loss_and_grads(model: LlamaConfig) -> Any:
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
-        # tests/models/test_families.py has models on rings of 4 devices.
+        # tests/models/families/test_families.py has models on rings of 4 devices.
         pytest.param((1, 4), dict(overlap="ring"), marks=pytest.mark.exhaustive),
         ((2, 4), dict(overlap="xla", remat="dots")),
         ((2, 2), dict(overlap="ring", remat="full")),

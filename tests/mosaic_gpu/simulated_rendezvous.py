@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP, ThreadScope
+from collective_matmul.mosaic_gpu.peers.peer_memory import WARPGROUP, ThreadScope
 from tests.mosaic_gpu.simulated_memory import Reference
 from tests.mosaic_gpu.simulation import AXIS, Simulation
 

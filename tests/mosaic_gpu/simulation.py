@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES
-from collective_matmul.mosaic_gpu.tiling import Tiling
+from collective_matmul.mosaic_gpu.hopper_matmul.tile_scheduler import BLOCK_AXES
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import Tiling
 from tests.mosaic_gpu.simulated_memory import Barriers, Copy, Reference
 
 AXIS = "ring"

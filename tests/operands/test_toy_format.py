@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter, prequantize, tune
-from collective_matmul.dispatch.table import Table
+from collective_matmul.dispatch.tables.table import Table
 from collective_matmul.operands.format import (
     FORMATS,
     Format,
@@ -24,7 +24,7 @@ from collective_matmul.operands.format import (
     register_format,
     unregister_format,
 )
-from collective_matmul.operands.packed_rows import PackedRows, pack, scale_bytes
+from collective_matmul.operands.scaled.packed_rows import PackedRows, pack, scale_bytes
 from collective_matmul.ops.matmul import checks
 from tests.conftest import MeshFactory
 from tests.operands import row_scaled_case

@@ -15,10 +15,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import explain, matmul_reduce_scatter, tune
-from collective_matmul.dispatch.table import Table
+from collective_matmul.dispatch.tables.table import Table
 from collective_matmul.operands.format import FORMATS, register_format, unregister_format
 from collective_matmul.operands.recipes.recipe import E4M3, E5M2, Recipe
-from collective_matmul.operands.scaling import next_power_of_two, scale_of
+from collective_matmul.operands.scaled.scaling import next_power_of_two, scale_of
 from tests.conftest import MeshFactory
 from tests.operands.row_scaled_case import FSDP, cases_of, check
 from tests.reference import AXIS

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, matmul_reduce_scatter, overlap
-from collective_matmul.mosaic_gpu import chunk_matmul
+from collective_matmul.mosaic_gpu.hopper_matmul import chunk_matmul
 from collective_matmul.operands.arithmetic import add, contract_rows
 from collective_matmul.operands.chunked import read
 from tests.conftest import MeshFactory

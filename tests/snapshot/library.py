@@ -18,7 +18,8 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice
 
-from collective_matmul.mosaic_gpu import device, symmetric_workspace
+from collective_matmul.mosaic_gpu import device
+from collective_matmul.mosaic_gpu.peers import symmetric_workspace
 from collective_matmul.peer_access import peer_kernels_allowed
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")

@@ -28,10 +28,10 @@ from tests.train.compiled_memory import (
     print_head,
     print_row,
 )
-from train.config import Config, MeshSizes
-from train.memory import abstract_batch
-from train.optimizer import make_optimizer
-from train.state import ModelFunctions, state_on_mesh
+from train.config.config import Config, MeshSizes
+from train.memory.step_memory import abstract_batch
+from train.optimizer.optimizer import make_optimizer
+from train.parallel.model import ModelFunctions, state_on_mesh
 from train.step import sharded_step
 
 #: One sequence for each group of devices that share it. All fits without rematerialization.

@@ -24,13 +24,13 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from collective_matmul import _compat
-from train import presets
-from train.batches import BATCH_SPEC
-from train.config import Config, LoraConfig, MeshSizes, OptimizerConfig
-from train.memory import Memory, abstract_batch, memory_of
-from train.mesh import AXES
-from train.optimizer import make_optimizer
-from train.state import ModelFunctions, state_on_mesh
+from train.config import presets
+from train.config.config import Config, LoraConfig, MeshSizes, OptimizerConfig
+from train.memory.step_memory import Memory, abstract_batch, memory_of
+from train.optimizer.optimizer import make_optimizer
+from train.parallel.batches import BATCH_SPEC
+from train.parallel.mesh import AXES
+from train.parallel.model import ModelFunctions, state_on_mesh
 from train.step import make_step
 
 #: What XLA has to know of a device to compile for it, in the names of its `GpuTargetConfigProto`.

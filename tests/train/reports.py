@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from train.metrics import Record
-from train.reporter import Reporter, Writer
+from train.log.metrics import Record
+from train.log.reporter import Reporter, Writer
 
 RECORD = Record(
     step=10,

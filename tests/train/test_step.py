@@ -16,15 +16,16 @@ import pytest
 from collective_matmul import overlap, record_decisions
 from collective_matmul.schedule.schedules import make_schedule
 from tests.rewrite.programs import counts
-from train import explicit_step, presets
 from train import step as steps
-from train.batches import global_arrays
-from train.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
-from train.config_checks import check
-from train.data import open_dataset
-from train.mesh import make_abstract_mesh, make_mesh
-from train.optimizer import make_optimizer
-from train.state import ModelFunctions, abstract_state, init_state
+from train.config import presets
+from train.config.checks import check
+from train.config.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
+from train.data.dataset import open_dataset
+from train.optimizer.optimizer import make_optimizer
+from train.parallel import explicit_step
+from train.parallel.batches import global_arrays
+from train.parallel.mesh import make_abstract_mesh, make_mesh
+from train.parallel.model import ModelFunctions, abstract_state, init_state
 from train.step import make_step, sharded_step
 
 SHORT = dataclasses.replace(
@@ -89,7 +90,7 @@ def one_device() -> dict[str, np.ndarray]:
         # They choose xla on CPUs; the rewrite to rings has a test of its own.
         pytest.param((4, 1, 2), "rewrite-jit", {"remat": "full"}, marks=pytest.mark.exhaustive),
         pytest.param((2, 1, 4), "rewrite-jit", {"remat": "dots"}, marks=pytest.mark.exhaustive),
-        # tests/train/test_zero_curves.py has more pairs.
+        # tests/train/parallel/test_zero_curves.py has more pairs.
         pytest.param((1, 1, 1), "ring", {}, marks=pytest.mark.exhaustive),
         pytest.param((1, 1, 8), "xla", {}, marks=pytest.mark.exhaustive),
     ],
@@ -267,7 +268,7 @@ def test_a_matmul_over_explicit_axes_that_is_not_replaced_is_refused(monkeypatch
         jax.eval_shape(step, *arguments)
     table = " ".join(str(error.value).split())
     assert re.search(
-        r"explicit_layers\.py:\d+ in RowParallelLinear.__call__ .*? asks for precision", table
+        r"explicit/layers\.py:\d+ in RowParallelLinear.__call__ .*? asks for precision", table
     )
 
 

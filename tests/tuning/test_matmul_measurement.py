@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from collective_matmul.dispatch.repetitions import filler
-from collective_matmul.dispatch.table import COMPUTE_ONLY
+from collective_matmul.dispatch.tables.table import COMPUTE_ONLY
 from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.ops.matmul import model_requests
 from collective_matmul.ops.matmul.checks import RecipeName

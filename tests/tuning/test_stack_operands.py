@@ -21,7 +21,7 @@ from tests.fp8_reference import (
     quantize_weights,
     weight_gradient,
 )
-from tests.test_fp8_programs import E4M3, GRADIENTS, Program, dtype_of
+from tests.ops.matmul.test_fp8_programs import E4M3, GRADIENTS, Program, dtype_of
 from tests.tuning.test_matmul_measurement import (
     DEVICES,
     assert_close,

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import __main__ as command
 from collective_matmul import all_gather_matmul, explain, tune
-from collective_matmul.dispatch.table import COMPUTE_ONLY, Table
-from collective_matmul.dispatch.table_files import cache_path
+from collective_matmul.dispatch.tables.table import COMPUTE_ONLY, Table
+from collective_matmul.dispatch.tables.table_files import cache_path
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul import model_requests
 from collective_matmul.ops.matmul.backends import BACKENDS
@@ -272,7 +272,7 @@ def test_progress_and_failures_are_printed(
     bench.failures["ring_direct"] = "RuntimeError: no"
     table = tune(SITES[:2])
     first, failure, *sites = capsys.readouterr().out.splitlines()
-    assert first.endswith(f"2 of 2 sites to measure; the table is {cache}")
+    assert first.endswith(f"2 of 2 sites to measure, in about 1 minute; the table is {cache}")
     assert failure.endswith("] ring_direct is left out: RuntimeError: no (reported once)")
     assert len(sites) == 2
     for line, site in zip(sites, FLAT, strict=False):
@@ -304,6 +304,17 @@ def test_what_cannot_be_tuned_is_refused(cache: Path, bench: Bench) -> None:
             call()
     assert bench.tried == []
     assert not cache.exists()
+
+
+def test_times_of_a_cpu_do_not_decide_about_later_programs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("COLLECTIVE_MATMUL_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    with pytest.raises(ValueError, match=r"^path=None: the devices are of cpu, .* give it a path"):
+        tune(SITES[:1])
+    assert bench.tried == [] and not (tmp_path / "home").exists()
+    assert tune(SITES[:1], path=tmp_path / "own.jsonl").entries
 
 
 def test_several_processes_measure_sites_of_all_devices(

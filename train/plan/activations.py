@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.rematerialization import recomputes_matmuls
-from train.experts import expert_devices
+from models.blocks.rematerialization import recomputes_matmuls
+from train.config.experts import expert_devices
 from train.plan.shapes import Shapes
 
 

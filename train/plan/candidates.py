@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from models.rematerialization import Remat
-from train.config import Config, MeshConfig, MeshSizes, Zero
-from train.config_checks import check
+from models.blocks.rematerialization import Remat
+from train.config.checks import check
+from train.config.config import Config, MeshConfig, MeshSizes, Zero
+from train.config.presets import PRESETS
 from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.memory_estimate import MemoryEstimate, predict_memory
 from train.plan.step_time import NETWORK_BYTES, Prediction, predict
-from train.presets import PRESETS
 
 #: The share of a GPU's bytes that stays free: estimates may be this much too low.
 MARGIN = 0.05

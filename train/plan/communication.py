@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.rematerialization import recomputes_matmuls
-from train.experts import expert_axes, expert_devices
+from models.blocks.rematerialization import recomputes_matmuls
+from train.config.experts import expert_axes, expert_devices
 from train.plan.computation import Computation
 from train.plan.rates import DeviceRates
 from train.plan.shapes import Linear, Shapes

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.rematerialization import recomputes_matmuls
-from train.experts import balance_weight
+from models.blocks.rematerialization import recomputes_matmuls
+from train.config.experts import balance_weight
 from train.plan.activations import block_activations
 from train.plan.rates import DeviceRates
 from train.plan.shapes import Linear, Shapes

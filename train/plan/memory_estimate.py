@@ -2,7 +2,8 @@
 
 A step needs most of its memory either when its backward begins, with the activations of all blocks
 and the logits, or when it ends, with all gradients, or in between with one block of each kind. The
-trainer's dry run traces the step instead, which is exact and takes seconds: `train.memory`.
+trainer's dry run traces the step instead, which is exact and takes seconds:
+`train.memory.step_memory`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.config import Config, MeshSizes
+from train.config.config import Config, MeshSizes
 from train.plan.activations import block_activations
 from train.plan.communication import gathers_in_matmuls
 from train.plan.shapes import Shapes

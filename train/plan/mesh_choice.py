@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from contextlib import suppress
 
-from train.config import Config, MeshSizes
-from train.config_checks import check
-from train.defaults import saved_configuration
-from train.dry_run import GPUS
-from train.mesh import mesh_sizes
+from train.config.checks import check
+from train.config.config import Config, MeshSizes
+from train.config.defaults import saved_configuration
+from train.memory.device_memory import GPUS
+from train.parallel.mesh import mesh_sizes
 from train.plan.candidates import MARGIN
 from train.plan.memory_estimate import predict_memory
 from train.plan.step_time import predict, unpredicted_reason

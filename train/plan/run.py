@@ -1,4 +1,4 @@
-"""The predicted step time of one run, beside what was measured."""
+"""The predicted step time of one run with its kernel of attention, beside what was measured."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from train.config import Config, MeshSizes
-from train.metrics import Record
+import jax
+from jax.sharding import AbstractMesh
+
+from collective_matmul import AttentionDecision, explain_attention
+from train.config.config import Config, MeshSizes
+from train.log.metrics import Record
 from train.plan.step_time import (
     Prediction,
     milliseconds,
@@ -48,3 +52,31 @@ def describe_step_time(prediction: Prediction, records: Sequence[Record]) -> str
     if prediction.extrapolated:
         line += f" (extrapolated: {prediction.extrapolated})"
     return line
+
+
+def attention_kernel(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> str:
+    """The kernel of attention in the layers that see the most tokens."""
+    windows = [config.model.window_of(number) for number in range(config.model.layer_period)]
+    widest = None if None in windows else max(filter(None, windows))
+    return attention_of(config, sizes, mesh, widest).implementation
+
+
+def attention_of(
+    config: Config, sizes: MeshSizes, mesh: AbstractMesh, window: int | None
+) -> AttentionDecision:
+    """The kernel of attention with a sliding window, and why; for a sequence of one document."""
+    model, dtype = config.model, config.compute_dtype
+    groups = sizes.data * sizes.fsdp * config.gradient_accumulation_steps
+    tokens = config.batch_size // groups, config.sequence_length
+    copies = model.key_value_copies(sizes.tensor)
+    query, key = (
+        jax.ShapeDtypeStruct((*tokens, heads // sizes.tensor, model.head_dim), dtype)
+        for heads in (model.num_heads, model.num_key_value_heads * copies)
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        return explain_attention(
+            query,
+            key,
+            window=window,
+            implementation=None if config.attention == "auto" else config.attention,
+        )

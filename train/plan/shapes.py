@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from models.config import LlamaConfig
-from models.fp8_layers import FP8_LAYERS
-from train.config import Config, MeshSizes
-from train.experts import expert_axes, expert_devices, hidden_devices
-from train.loss_chunks import loss_chunk
+from models.parameters.fp8_layers import FP8_LAYERS
+from train.config.config import Config, MeshSizes
+from train.config.experts import expert_axes, expert_devices, hidden_devices
+from train.config.loss_chunks import loss_chunk
 
 
 class Linear(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from train.config import Config, MeshSizes
-from train.metrics import model_flops_per_token, peak_flops
+from train.config.config import Config, MeshSizes
+from train.log.metrics import model_flops_per_token, peak_flops
 from train.plan.communication import GPUS_OF_A_NODE, Communication
 from train.plan.computation import Computation
 from train.plan.rates import RATES

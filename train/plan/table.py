@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import jax
 from rich.console import Console
 
-from train.config import Config, MeshConfig, MeshSizes
-from train.config_checks import check_planned_machine
-from train.device_memory import memory_limit
-from train.dry_run import GPUS, attention_kernel
-from train.mesh import make_abstract_mesh
+from train.config.checks import check_planned_machine
+from train.config.config import Config, MeshConfig, MeshSizes
+from train.memory.device_memory import GPUS, memory_limit
+from train.parallel.mesh import make_abstract_mesh
 from train.plan.candidates import (
     MARGIN,
     Candidate,
@@ -24,6 +23,7 @@ from train.plan.candidates import (
     planned_batch_size,
 )
 from train.plan.rates import RATES
+from train.plan.run import attention_kernel
 from train.plan.step_time import milliseconds, unpredicted_reason
 
 _ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6

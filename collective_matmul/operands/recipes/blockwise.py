@@ -14,10 +14,10 @@ from jax import lax
 from collective_matmul._compat import axis_index, partly_automatic
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.operands.format import Shapes
-from collective_matmul.operands.packed_rows import PackedRows
 from collective_matmul.operands.recipes.recipe import Recipe
-from collective_matmul.operands.scaled_matrix import ScaledMatrix, transposed_values
-from collective_matmul.operands.scaling import (
+from collective_matmul.operands.scaled.packed_rows import PackedRows
+from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix, transposed_values
+from collective_matmul.operands.scaled.scaling import (
     BLOCK,
     Array,
     divided_into_blocks,

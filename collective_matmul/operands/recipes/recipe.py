@@ -27,11 +27,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from collective_matmul._compat import pmax
-from collective_matmul.operands import scaled_chunks
 from collective_matmul.operands.format import Format, Shapes
-from collective_matmul.operands.packed_rows import PackedRows, pack, scale_bytes, scales_of_row
-from collective_matmul.operands.scaled_matrix import ScaledMatrix, transposed_values
-from collective_matmul.operands.scaling import (
+from collective_matmul.operands.scaled import scaled_chunks
+from collective_matmul.operands.scaled.packed_rows import (
+    PackedRows,
+    pack,
+    scale_bytes,
+    scales_of_row,
+)
+from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix, transposed_values
+from collective_matmul.operands.scaled.scaling import (
     Array,
     largest_magnitude,
     magnitude,

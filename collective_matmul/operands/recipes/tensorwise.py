@@ -19,10 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from collective_matmul._compat import pmax
-from collective_matmul.operands.packed_rows import PackedRows
 from collective_matmul.operands.recipes.recipe import E5M2, SCALE_CHECKPOINT_NAME, Recipe
-from collective_matmul.operands.scaled_matrix import ScaledMatrix
-from collective_matmul.operands.scaling import (
+from collective_matmul.operands.scaled.packed_rows import PackedRows
+from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix
+from collective_matmul.operands.scaled.scaling import (
     Array,
     largest_magnitude,
     magnitude,

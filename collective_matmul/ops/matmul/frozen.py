@@ -27,7 +27,7 @@ from collective_matmul._compat import psum, tracks_varying_axes, vary_over, vary
 from collective_matmul.operands.beside import RowsBeside, WeightsBeside, columns_beside
 from collective_matmul.operands.multiply import matmul, multiplied
 from collective_matmul.operands.quantized import Quantized, format_of, prepared
-from collective_matmul.operands.scaling import as_row
+from collective_matmul.operands.scaled.scaling import as_row
 from collective_matmul.operands.sharded import stored, whole
 from collective_matmul.ops.matmul.call import Call
 from collective_matmul.ops.matmul.reverse_mode import ReverseMode

@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from models.checkpoint.layer_layout import move_layout, other_layout
 from models.checkpoint.saved_checkpoint import find_checkpoint
-from tests.train.test_zero import TINY
-from train.checkpoint import Checkpoints
-from train.config import Config, MeshSizes, OptimizerConfig
-from train.mesh import make_mesh
-from train.optimizer import make_optimizer
-from train.state import ModelFunctions, init_state, state_on_mesh
+from tests.train.parallel.test_zero import TINY
+from train.checkpoint.checkpoint import Checkpoints
+from train.config.config import Config, MeshSizes, OptimizerConfig
+from train.optimizer.optimizer import make_optimizer
+from train.parallel.mesh import make_mesh
+from train.parallel.model import ModelFunctions, init_state, state_on_mesh
 
 CONFIG = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, num_layers=3))
 

@@ -22,7 +22,7 @@ from models.generation.generator import make_mesh
 from models.hugging_face import ModelFolder, load
 from models.hugging_face.files import read_json
 from models.hugging_face.tensor_names import tensors
-from models.rotary import attention_factor, frequencies
+from models.layers.rotary import attention_factor, frequencies
 from tests.models import reference
 from tests.models.hugging_face.tiny_folders import FOLDERS
 

@@ -19,7 +19,7 @@ from models.hugging_face.declared_tokens import DeclaredTokens
 from models.hugging_face.tokenizer import encode_prompt, encode_rendered
 from tests.models.hugging_face.changed_files import KINDS, changed, replace_by
 from tests.models.hugging_face.test_tokenizers import DATA, NAMES
-from train.tokenizer import EncodingError, load_tokenizer, read_tokenizer
+from train.data.tokenizer import EncodingError, load_tokenizer, read_tokenizer
 
 pytest.importorskip("tokenizers")
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json",

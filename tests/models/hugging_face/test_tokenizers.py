@@ -20,7 +20,7 @@ from models.hugging_face.tokenizer import (
     is_special,
     parse_tokenizer,
 )
-from train.tokenizer import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 
 pytest.importorskip("tokenizers")
 DATA = Path(__file__).parents[2] / "data" / "hugging_face_tokenizers"

@@ -18,7 +18,7 @@ import safetensors
 
 from models.families import write_config
 from models.hugging_face import ModelFolder
-from models.rotary import frequencies
+from models.layers.rotary import frequencies
 from tests.models.hugging_face.tiny_folders import FOLDERS
 
 SECONDS = 5

@@ -15,8 +15,8 @@ import pytest
 from collective_matmul import explain, tune
 from collective_matmul.dispatch import repetitions as repeating
 from collective_matmul.dispatch.registry import OPS
-from collective_matmul.dispatch.table import COMPUTE_ONLY, Table
-from collective_matmul.dispatch.table_files import cache_path
+from collective_matmul.dispatch.tables.table import COMPUTE_ONLY, Table
+from collective_matmul.dispatch.tables.table_files import cache_path
 from collective_matmul.ops.experts.grouped.measurement import GroupedRepetitions, balanced_sizes
 from collective_matmul.ops.experts.grouped.request import GroupedOp, GroupedRequest
 from collective_matmul.ops.experts.measurement import ExpertRepetitions, balanced_ids

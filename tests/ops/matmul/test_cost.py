@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.contract import Prediction
+from collective_matmul.dispatch.tables import table_files
 from collective_matmul.hardware import HOPPER
 from collective_matmul.operands.format import format_named
 from collective_matmul.ops.matmul.matmul_cost import matmul_seconds

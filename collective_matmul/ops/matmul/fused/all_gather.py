@@ -15,9 +15,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.mosaic_gpu import device
-from collective_matmul.mosaic_gpu.symmetric_workspace import workspace_pointers
+from collective_matmul.mosaic_gpu.peers.symmetric_workspace import workspace_pointers
 from collective_matmul.operands.multiply import product_dtype
-from collective_matmul.operands.scaled_chunks import column_scales
+from collective_matmul.operands.scaled.scaled_chunks import column_scales
 from collective_matmul.ops.matmul.fused.all_gather_config import (
     AllGatherConfig,
     AllGatherProblem,

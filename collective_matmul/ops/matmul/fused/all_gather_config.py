@@ -9,9 +9,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from collective_matmul.mosaic_gpu.scaled_kernel import BLOCK, ScaledParts
-from collective_matmul.mosaic_gpu.tiling import ITEMSIZE, MatmulProblem, Tiling
-from collective_matmul.operands.packed_rows import scale_bytes, scales_of_row
+from collective_matmul.mosaic_gpu.hopper_matmul.scaled_kernel import BLOCK, ScaledParts
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import ITEMSIZE, MatmulProblem, Tiling
+from collective_matmul.operands.scaled.packed_rows import scale_bytes, scales_of_row
 from collective_matmul.ops.matmul.fused.config_search import (
     ARRIVAL_MICROSECONDS,
     LINK_BYTES_PER_MICROSECOND,

@@ -48,6 +48,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from collective_matmul.mosaic_gpu.hopper_matmul.matmul_kernel import PersistentGemm
+from collective_matmul.mosaic_gpu.hopper_matmul.operands import Operand, reader
+from collective_matmul.mosaic_gpu.hopper_matmul.row_scales import FLOAT32_BYTES, load_from_rows
+from collective_matmul.mosaic_gpu.hopper_matmul.scaled_kernel import ScaledMultiplication
+from collective_matmul.mosaic_gpu.hopper_matmul.tile_scheduler import block_index_and_count
 from collective_matmul.mosaic_gpu.kernel_types import (
     Operands,
     Ref,
@@ -56,13 +61,8 @@ from collective_matmul.mosaic_gpu.kernel_types import (
     TileCoord,
     TilePart,
 )
-from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
-from collective_matmul.mosaic_gpu.operands import Operand, reader
-from collective_matmul.mosaic_gpu.peer_memory import WARP
-from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
-from collective_matmul.mosaic_gpu.row_scales import FLOAT32_BYTES, load_from_rows
-from collective_matmul.mosaic_gpu.scaled_kernel import ScaledMultiplication
-from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
+from collective_matmul.mosaic_gpu.peers.peer_memory import WARP
+from collective_matmul.mosaic_gpu.peers.rendezvous import Rendezvous
 from collective_matmul.ops.matmul.fused.all_gather_config import AllGatherConfig
 from collective_matmul.ops.matmul.fused.all_gather_sender import Sender, boxes_in, semaphore_index
 

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from collective_matmul.mosaic_gpu.tiling import (
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
     ROW_MULTIPLE,
     SHARED_MEMORY_BYTES,
     MatmulProblem,

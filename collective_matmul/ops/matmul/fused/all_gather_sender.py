@@ -29,12 +29,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from collective_matmul.mosaic_gpu.hopper_matmul.tile_scheduler import block_index_and_count
 from collective_matmul.mosaic_gpu.kernel_types import Ref, Scalar
-from collective_matmul.mosaic_gpu.peer_memory import WARP
+from collective_matmul.mosaic_gpu.peers.peer_memory import WARP
+from collective_matmul.mosaic_gpu.peers.remote_store import async_remote_store, signal_peers
+from collective_matmul.mosaic_gpu.peers.rendezvous import Rendezvous
 from collective_matmul.mosaic_gpu.race_injection import delay_warp, race_delay_steps
-from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal_peers
-from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
-from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
 from collective_matmul.ops.matmul.fused.all_gather_config import AllGatherConfig
 
 # Typed as Any: its own annotations are narrower than what it accepts.

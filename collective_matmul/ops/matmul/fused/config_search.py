@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 from collective_matmul import data
 from collective_matmul.dispatch.contract import Configuration
 from collective_matmul.hardware import HOPPER
-from collective_matmul.mosaic_gpu.scaled_kernel import ScaledParts, can_scale
-from collective_matmul.mosaic_gpu.tiling import (
+from collective_matmul.mosaic_gpu.hopper_matmul.scaled_kernel import ScaledParts, can_scale
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
     CONSUMERS,
     ITEMSIZE,
     ROW_MULTIPLE,

@@ -21,10 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from collective_matmul.mosaic_gpu.hopper_matmul.matmul_kernel import PersistentGemm
+from collective_matmul.mosaic_gpu.hopper_matmul.operands import Operand
+from collective_matmul.mosaic_gpu.hopper_matmul.tile_scheduler import BLOCK_AXES
 from collective_matmul.mosaic_gpu.kernel_types import Ref, Scalar, TileCoord
-from collective_matmul.mosaic_gpu.matmul_kernel import PersistentGemm
-from collective_matmul.mosaic_gpu.operands import Operand
-from collective_matmul.mosaic_gpu.tile_scheduler import BLOCK_AXES
 from collective_matmul.ops.matmul.fused.reduce_scatter_config import ReduceScatterConfig
 
 # Typed as Any: its own annotations are narrower than what it accepts.

@@ -18,10 +18,10 @@ from jax.custom_batching import sequential_vmap
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.mosaic_gpu import device
-from collective_matmul.mosaic_gpu.symmetric_workspace import workspace_pointers
-from collective_matmul.mosaic_gpu.tiling import ITEMSIZE, ROW_MULTIPLE
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import ITEMSIZE, ROW_MULTIPLE
+from collective_matmul.mosaic_gpu.peers.symmetric_workspace import workspace_pointers
 from collective_matmul.operands.multiply import product_dtype
-from collective_matmul.operands.scaled_chunks import column_scales, row_scales
+from collective_matmul.operands.scaled.scaled_chunks import column_scales, row_scales
 from collective_matmul.ops.matmul.fused.config_search import KernelCall
 from collective_matmul.ops.matmul.fused.reduce_scatter_config import (
     ReduceScatterConfig,

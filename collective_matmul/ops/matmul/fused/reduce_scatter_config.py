@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from collective_matmul.mosaic_gpu.scaled_kernel import ScaledParts
-from collective_matmul.mosaic_gpu.tiling import (
+from collective_matmul.mosaic_gpu.hopper_matmul.scaled_kernel import ScaledParts
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
     ITEMSIZE,
     SHARED_MEMORY_BYTES,
     MatmulProblem,

@@ -52,6 +52,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from collective_matmul.mosaic_gpu.hopper_matmul.scaled_kernel import (
+    ScaledMultiplication,
+    load_row_scales,
+)
+from collective_matmul.mosaic_gpu.hopper_matmul.tile_scheduler import block_index_and_count
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import CONSUMERS, ITEMSIZE
 from collective_matmul.mosaic_gpu.kernel_types import (
     Operands,
     Ref,
@@ -60,12 +66,9 @@ from collective_matmul.mosaic_gpu.kernel_types import (
     TileCoord,
     TilePart,
 )
-from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
-from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal_peers
-from collective_matmul.mosaic_gpu.rendezvous import Rendezvous
-from collective_matmul.mosaic_gpu.scaled_kernel import ScaledMultiplication, load_row_scales
-from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
-from collective_matmul.mosaic_gpu.tiling import CONSUMERS, ITEMSIZE
+from collective_matmul.mosaic_gpu.peers.peer_memory import WARPGROUP
+from collective_matmul.mosaic_gpu.peers.remote_store import async_remote_store, signal_peers
+from collective_matmul.mosaic_gpu.peers.rendezvous import Rendezvous
 from collective_matmul.ops.matmul.fused.owner_tile_scheduler import (
     EpilogueTiles,
     OwnerTileScheduler,

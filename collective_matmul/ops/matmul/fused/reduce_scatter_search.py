@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from collective_matmul.mosaic_gpu.tiling import ROW_MULTIPLE, Tiling
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import ROW_MULTIPLE, Tiling
 from collective_matmul.ops.matmul.fused.config_search import (
     KernelCall,
     feasible_tilings,

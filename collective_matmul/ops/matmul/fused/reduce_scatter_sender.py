@@ -18,11 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from collective_matmul.mosaic_gpu.hopper_matmul.tile_scheduler import block_index_and_count
 from collective_matmul.mosaic_gpu.kernel_types import Ref, Scalar, TileCoord
-from collective_matmul.mosaic_gpu.peer_memory import WARPGROUP
+from collective_matmul.mosaic_gpu.peers.peer_memory import WARPGROUP
+from collective_matmul.mosaic_gpu.peers.remote_store import async_remote_store, signal_peers
 from collective_matmul.mosaic_gpu.race_injection import delay_warpgroup, race_delay_steps
-from collective_matmul.mosaic_gpu.remote_store import async_remote_store, signal_peers
-from collective_matmul.mosaic_gpu.tile_scheduler import block_index_and_count
 from collective_matmul.ops.matmul.fused.owner_tile_scheduler import (
     EpilogueTiles,
     OwnerTileScheduler,

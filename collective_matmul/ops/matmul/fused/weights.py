@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from collective_matmul.mosaic_gpu import requirements
-from collective_matmul.mosaic_gpu.scaled_kernel import BLOCK, ScaledParts
+from collective_matmul.mosaic_gpu.hopper_matmul.scaled_kernel import BLOCK, ScaledParts
 from collective_matmul.operands.format import PLAIN
-from collective_matmul.operands.packed_rows import PackedRows
-from collective_matmul.operands.scaled_matrix import ScaledMatrix
+from collective_matmul.operands.scaled.packed_rows import PackedRows
+from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix
 from collective_matmul.ops.matmul.request import Site
 
 #: A weight, as an array or in 8 bits; its leaves may be shapes and dtypes.

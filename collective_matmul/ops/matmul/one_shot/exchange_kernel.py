@@ -33,8 +33,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from collective_matmul._compat import in_place_kernel, vary_over, varying_axes
-from collective_matmul.mosaic_gpu import requirements, symmetric_workspace
-from collective_matmul.mosaic_gpu.peer_memory import (
+from collective_matmul.mosaic_gpu import requirements
+from collective_matmul.mosaic_gpu.peers import symmetric_workspace
+from collective_matmul.mosaic_gpu.peers.peer_memory import (
     VECTOR_BYTES,
     WARPGROUP_LANES,
     Address,
@@ -44,7 +45,7 @@ from collective_matmul.mosaic_gpu.peer_memory import (
     set_signals,
     store,
 )
-from collective_matmul.mosaic_gpu.peer_waits import Awaited, wait_for_signals
+from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited, wait_for_signals
 from collective_matmul.mosaic_gpu.race_injection import delay_warpgroup, race_delay_steps
 from collective_matmul.mosaic_gpu.requirements import Array
 

@@ -15,7 +15,7 @@ import numpy as np
 from collective_matmul._compat import partly_automatic
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import HOPPER, assumed_rates, rates
-from collective_matmul.mosaic_gpu.tiling import MatmulProblem, choose_tiling
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import MatmulProblem, choose_tiling
 from collective_matmul.operands.format import PLAIN
 from collective_matmul.ops.matmul.matmul_cost import (
     matmul_seconds,

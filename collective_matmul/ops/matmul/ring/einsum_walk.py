@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import Rows
 from collective_matmul.operands.arithmetic import accumulator, einsum
 from collective_matmul.operands.chunked import empty_like, read, write
 from collective_matmul.ops.matmul.equation import Equation

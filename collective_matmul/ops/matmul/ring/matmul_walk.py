@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import jax
 
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import Rows
 from collective_matmul.operands.chunked import empty_like
 from collective_matmul.operands.multiply import (
     columns_of,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from collective_matmul.mosaic_gpu.chunk_matmul import Rows
+from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import Rows
 from collective_matmul.operands.arithmetic import add
 from collective_matmul.operands.chunked import Chunked, empty_like, write
 from collective_matmul.operands.sharded import Sharded

@@ -20,8 +20,8 @@ from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.mosaic_gpu import shared_memory
-from collective_matmul.mosaic_gpu.tiling import Tiling
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import Tiling
+from collective_matmul.mosaic_gpu.peers import shared_memory
 from collective_matmul.ops.matmul.fused import all_gather_kernel, all_gather_sender
 from collective_matmul.ops.matmul.fused.all_gather import (
     all_gather_matmul,
@@ -32,7 +32,11 @@ from collective_matmul.ops.matmul.fused.all_gather_kernel import AllGatherGemm
 from collective_matmul.ops.matmul.fused.all_gather_sender import Sender
 from tests.conftest import MeshFactory
 from tests.hopper import assert_an_ordinary_kernel, needs_kernels
-from tests.mosaic_gpu.test_interpreted import assert_sum_of_products, interpreter, needs_interpreter
+from tests.mosaic_gpu.hopper_matmul.test_interpreted import (
+    assert_sum_of_products,
+    interpreter,
+    needs_interpreter,
+)
 from tests.reference import AXIS
 
 

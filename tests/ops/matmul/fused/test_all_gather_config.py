@@ -7,7 +7,7 @@ import math
 import pytest
 
 from collective_matmul.hardware import HOPPER
-from collective_matmul.mosaic_gpu.tiling import (
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
     ITEMSIZE,
     SHARED_MEMORY_BYTES,
     predicted_microseconds,

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.mosaic_gpu import matmul_kernel, tile_loader, tile_scheduler
+from collective_matmul.mosaic_gpu.hopper_matmul import matmul_kernel, tile_loader, tile_scheduler
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import MatmulProblem, Tiling
 from collective_matmul.mosaic_gpu.kernel_types import Operands, TileCoord
-from collective_matmul.mosaic_gpu.peer_memory import WARP
-from collective_matmul.mosaic_gpu.tiling import MatmulProblem, Tiling
+from collective_matmul.mosaic_gpu.peers.peer_memory import WARP
 from collective_matmul.ops.matmul.fused import all_gather_kernel, all_gather_sender
 from collective_matmul.ops.matmul.fused.all_gather_config import AllGatherConfig, AllGatherProblem
 from collective_matmul.ops.matmul.fused.all_gather_kernel import (

@@ -9,10 +9,10 @@ from dataclasses import replace
 import jax
 import pytest
 
-from collective_matmul.dispatch import table_files
 from collective_matmul.dispatch.assessment import assess
 from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.dispatch.selection import choose
+from collective_matmul.dispatch.tables import table_files
 from collective_matmul.hardware import HOPPER
 from collective_matmul.ops.matmul.backends import BACKENDS
 from collective_matmul.ops.matmul.fused import backend as fused

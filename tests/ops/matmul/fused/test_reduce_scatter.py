@@ -13,7 +13,7 @@ from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import matmul_all_reduce, matmul_reduce_scatter, overlap_jit
-from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import SHARED_MEMORY_BYTES
 from collective_matmul.ops.matmul.fused import reduce_scatter
 from collective_matmul.ops.matmul.fused.backend import Fused
 from collective_matmul.ops.matmul.fused.reduce_scatter_config import (

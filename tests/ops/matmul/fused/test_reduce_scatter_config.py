@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from collective_matmul.mosaic_gpu.tiling import ITEMSIZE
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import ITEMSIZE
 from collective_matmul.ops.matmul.fused.config_search import LINK_BYTES_PER_MICROSECOND
 from collective_matmul.ops.matmul.fused.reduce_scatter_config import (
     ReduceScatterProblem,

@@ -14,11 +14,11 @@ import pytest
 from jax import ShapeDtypeStruct, lax
 from jax.experimental import pallas as pl
 
-from collective_matmul.mosaic_gpu.scaled_kernel import can_scale
-from collective_matmul.mosaic_gpu.tiling import SHARED_MEMORY_BYTES, Tiling
+from collective_matmul.mosaic_gpu.hopper_matmul.scaled_kernel import can_scale
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import SHARED_MEMORY_BYTES, Tiling
 from collective_matmul.operands.format import FORMATS
-from collective_matmul.operands.packed_rows import PackedRows
-from collective_matmul.operands.scaled_chunks import column_scales
+from collective_matmul.operands.scaled.packed_rows import PackedRows
+from collective_matmul.operands.scaled.scaled_chunks import column_scales
 from collective_matmul.ops.matmul.fused import all_gather_kernel
 from collective_matmul.ops.matmul.fused.all_gather import all_gather_unsupported_reason
 from collective_matmul.ops.matmul.fused.all_gather_config import AllGatherConfig, AllGatherProblem
@@ -26,7 +26,11 @@ from collective_matmul.ops.matmul.fused.all_gather_kernel import ScaledAllGather
 from collective_matmul.ops.matmul.fused.all_gather_search import candidate_all_gather_configs
 from tests.fp8_reference import dequantized, quantize_rows, quantize_weights
 from tests.hopper import needs_kernels
-from tests.mosaic_gpu.test_interpreted import assert_sum_of_products, interpreter, needs_interpreter
+from tests.mosaic_gpu.hopper_matmul.test_interpreted import (
+    assert_sum_of_products,
+    interpreter,
+    needs_interpreter,
+)
 from tests.ops.matmul.fused.test_all_gather import run_the_last_device_alone
 
 E4M3 = jnp.dtype("float8_e4m3fn")

@@ -16,12 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.mosaic_gpu import matmul_kernel, scaled_kernel, tile_loader, tile_scheduler
+from collective_matmul.mosaic_gpu.hopper_matmul import (
+    matmul_kernel,
+    scaled_kernel,
+    tile_loader,
+    tile_scheduler,
+)
+from collective_matmul.mosaic_gpu.hopper_matmul.row_scales import FLOAT32_BYTES
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import CONSUMERS, Tiling
 from collective_matmul.mosaic_gpu.kernel_types import Operands, Stages
-from collective_matmul.mosaic_gpu.peer_memory import WARP
-from collective_matmul.mosaic_gpu.row_scales import FLOAT32_BYTES
-from collective_matmul.mosaic_gpu.tiling import CONSUMERS, Tiling
-from collective_matmul.operands.scaling import BLOCK
+from collective_matmul.mosaic_gpu.peers.peer_memory import WARP
+from collective_matmul.operands.scaled.scaling import BLOCK
 from collective_matmul.ops.matmul.fused import all_gather_kernel, all_gather_sender
 from collective_matmul.ops.matmul.fused.all_gather_config import AllGatherConfig, AllGatherProblem
 from collective_matmul.ops.matmul.fused.all_gather_kernel import (

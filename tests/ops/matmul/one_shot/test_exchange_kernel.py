@@ -15,7 +15,7 @@ import pytest
 from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.mosaic_gpu import symmetric_workspace
+from collective_matmul.mosaic_gpu.peers import symmetric_workspace
 from collective_matmul.ops.matmul.one_shot import backend, exchange_kernel
 from collective_matmul.ops.matmul.one_shot.backend import OneShot
 from tests.conftest import MeshFactory

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from collective_matmul.mosaic_gpu import symmetric_workspace
-from collective_matmul.mosaic_gpu.peer_memory import Address
-from collective_matmul.mosaic_gpu.peer_waits import Awaited
+from collective_matmul.mosaic_gpu.peers import symmetric_workspace
+from collective_matmul.mosaic_gpu.peers.peer_memory import Address
+from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited
 from collective_matmul.ops.matmul.one_shot import exchange_kernel
 from collective_matmul.ops.matmul.one_shot.exchange_kernel import Exchange, Kind
-from tests.mosaic_gpu.simulated_memory import Reference
-from tests.mosaic_gpu.simulated_workspaces import (
+from tests.mosaic_gpu.peers.simulated_workspaces import (
     WorkspaceSimulation,
     as_int32,
     assert_mistake_is_found,
 )
+from tests.mosaic_gpu.simulated_memory import Reference
 
 Patch = pytest.MonkeyPatch
 

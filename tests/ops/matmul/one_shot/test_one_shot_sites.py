@@ -22,7 +22,7 @@ from collective_matmul.ops.matmul.one_shot import exchange_kernel
 from collective_matmul.ops.matmul.request import Op, Site
 from collective_matmul.peer_access import peer_kernels_allowed
 from tests.dispatch.sites import H200, site_of, tracing_for
-from tests.dispatch.tables import measure_as
+from tests.dispatch.tables.example_tables import measure_as
 from tests.reference import OPS
 
 every_op = pytest.mark.parametrize("op", OPS)

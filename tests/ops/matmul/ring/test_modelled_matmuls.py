@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from collective_matmul.dispatch import table_files
-from collective_matmul.mosaic_gpu import chunk_matmul
+from collective_matmul.dispatch.tables import table_files
+from collective_matmul.mosaic_gpu.hopper_matmul import chunk_matmul
 from collective_matmul.ops.matmul.ring import cost
 from tests.dispatch.sites import BFLOAT16, H200
 from tests.reference import AXIS

@@ -1,0 +1,1 @@
+"""Candidates of a comparison: how they communicate, how they are compiled, and who is timed."""

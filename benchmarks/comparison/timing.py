@@ -1,0 +1,169 @@
+"""Finds the fastest options of each candidate of a case, then times all candidates in turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.comparison.compiling import Compiled, Executable
+from benchmarks.comparison.programs import Made
+from benchmarks.internals import measure
+from benchmarks.measuring.environment import gpu_state
+from benchmarks.measuring.profiling import Profile, record
+from benchmarks.pytorch import FIRST_STEPS
+
+#: Groups that decide between sets of options.
+PILOT_GROUPS = 3
+
+Run = Callable[[], Any]
+
+
+@dataclass
+class Result:
+    """The measurements of one candidate in one case."""
+
+    samples: tuple[float, ...] = ()
+    """Seconds per call, one number for each group."""
+    options: str = ""
+    """The fastest set of XLA options, or way to run PyTorch."""
+    tried: dict[str, float] = field(default_factory=dict)
+    """Median seconds per call in a short trial of each of them, where there are several."""
+    same_program_as: str | None = None
+    """Another candidate whose program is the same, and whose samples these are."""
+    temporary_bytes: int | None = None
+    """Per device, beyond arguments and results."""
+    peak_bytes: int | None = None
+    """Per device, arguments and results too; for PyTorch, the most that was allocated in a step."""
+    losses: tuple[float, ...] = ()
+    """Of the first training steps; all candidates of JAX take turns with one state after the first
+    step, which each takes from the same parameters."""
+    gradient_norm: float | None = None
+    """Of the first training step."""
+    trace_seconds: float | None = None
+    compile_seconds: float | None = None
+    decisions: dict[str, int] = field(default_factory=dict)
+    """Which backend executes ops and why, with the number of ops."""
+    profile: Profile | None = None
+    failure: str | None = None
+    """Why there are no samples."""
+
+
+Results = dict[str, Result]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Settings for timing.
+
+    Attributes:
+      groups: samples for each candidate.
+      seconds: how long each candidate runs in each group.
+      again: a candidate to time twice, the second time under "NAME again": two times of one
+        program show the noise.
+      profile: a folder for a profile of each candidate.
+      watch: whether to record the GPUs' power and clocks while a candidate runs.
+    """
+
+    groups: int
+    seconds: float
+    again: str | None = None
+    profile: Path | None = None
+    watch: bool = False
+
+
+def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, str]]]:
+    """Times the executables, candidates in turns, and frees them and their arrays.
+
+    Returns:
+      The results; and the state of every GPU under load, if it was asked for and can be known.
+    """
+    made = case.make() if case.executables else None
+    warm = _warm_up(case, made)
+    tried = _try_options(warm)
+    executables = {executable: warm[executable] for executable in tried}
+    runs = {executable.candidate: run for executable, run in executables.items()}
+    again = f"{timed.again} again"
+    if timed.again in runs:
+        runs[again] = runs[timed.again]
+    timings = measure(runs, groups=timed.groups, seconds_per_group=timed.seconds)
+    results = _describe(case, executables)
+    for executable, run in executables.items():
+        profile = timed.profile and record(run, timed.profile / executable.candidate)
+        for program in executable.programs:
+            result = results[program.candidate.name]
+            result.samples, result.profile = timings[executable.candidate].samples, profile
+            result.tried = tried[executable]
+            if (first := getattr(made, "first_metrics", {}).get(executable.compiled)) is not None:
+                losses = [first["loss"], *getattr(made, "losses", ())]
+                result.losses = tuple(map(float, losses[:FIRST_STEPS]))
+                result.gradient_norm = float(first["grad_norm"])
+    if again in runs:
+        results[again] = replace(
+            results[str(timed.again)], samples=timings[again].samples, same_program_as=timed.again
+        )
+    gpus = gpus_at_work(list(runs.values())[-1]) if timed.watch and runs else []
+    case.executables.clear()
+    return results, gpus
+
+
+def _describe(case: Compiled, executables: Iterable[Executable]) -> Results:
+    """Facts from the executables of candidates, before anything runs."""
+    refused = "XLA refuses its options"
+    results = {name: Result(failure=case.failures.get(name, refused)) for name in case.candidates}
+    for executable in executables:
+        memory = executable.compiled.memory_analysis()
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        for program in executable.programs:
+            is_first = program is executable.programs[0]
+            decided = (f"{d.implementation}: {d.reason} ({d.site})" for d in program.decisions)
+            results[program.candidate.name] = Result(
+                options=executable.options,
+                same_program_as=None if is_first else executable.candidate,
+                temporary_bytes=memory.temp_size_in_bytes,
+                peak_bytes=held - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
+                trace_seconds=program.seconds,
+                compile_seconds=executable.seconds,
+                decisions=dict(Counter(decided)),
+            )
+    return results
+
+
+def _warm_up(case: Compiled, made: Made | None) -> dict[Executable, Run]:
+    """A function that runs each executable, in order; those that fail are left out."""
+    runs: dict[Executable, Run] = {}
+    for executable in sorted(case.executables, key=lambda e: case.candidates.index(e.candidate)):
+        assert made is not None
+        with case.noting_failure(*(program.candidate for program in executable.programs)):
+            run = executable.on(made)
+            jax.block_until_ready(run())
+            runs[executable] = run
+    return runs
+
+
+def _try_options(runs: dict[Executable, Run]) -> dict[Executable, dict[str, float]]:
+    """The fastest executable of each candidate, and the medians of its sets of options."""
+    fastest: dict[Executable, dict[str, float]] = {}
+    for candidate in dict.fromkeys(executable.candidate for executable in runs):
+        sets = {e.options: e for e in runs if e.candidate == candidate}
+        if len(sets) == 1:
+            fastest[sets.popitem()[1]] = {}
+            continue
+        timings = measure({name: runs[e] for name, e in sets.items()}, groups=PILOT_GROUPS)
+        medians = {name: timing.median for name, timing in timings.items()}
+        fastest[sets[min(medians, key=medians.__getitem__)]] = medians
+    return fastest
+
+
+def gpus_at_work(run: Run) -> list[dict[str, str]]:
+    """The state of the GPUs while a candidate runs."""
+    with ThreadPoolExecutor(1) as pool:
+        state = pool.submit(gpu_state)
+        while not state.done():
+            jax.block_until_ready(run())
+    return state.result()

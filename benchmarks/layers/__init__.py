@@ -1,0 +1,1 @@
+"""Attention and experts, alone and as layers."""

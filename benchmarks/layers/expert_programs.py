@@ -1,0 +1,192 @@
+"""Expert layers to compare: the library's, and plain JAX around a public grouped matmul.
+
+Plain JAX gathers the tokens, copies one row for each pair of a token and an expert of the device,
+multiplies groups of rows, adds the weighted rows of each token and scatters the sums. Its copies
+are permutations, and so are their gradients: no program here adds rows by a scatter.
+
+Legend: T tokens of a device, D devices, k experts of a token, h features, f hidden features, E
+experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.comparison.communication import AXIS
+from collective_matmul import expert_mlp
+
+#: ``product(x [M, K], w [G, K, N], sizes [G])``, differentiable.
+GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """An expert layer on several devices.
+
+    Attributes:
+      name: of the model.
+      tokens: T.
+      width: h.
+      hidden: f.
+      experts: E.
+      choices: k.
+      dtype: of everything but the router's weights.
+    """
+
+    name: str
+    tokens: int
+    width: int
+    hidden: int
+    experts: int
+    choices: int
+    dtype: Any = jnp.bfloat16
+
+    def arguments(self, devices: int) -> dict[str, Any]:
+        """Global arrays on the host's side: functions of keys would be compiled for each shape."""
+        h, f, e = self.width, self.hidden, self.experts
+        rng = np.random.default_rng(0)
+        tokens = devices * self.tokens
+        keys = iter(jax.random.split(jax.random.key(0), 8))
+
+        def normal(*shape: int, scale: float) -> jax.Array:
+            return jax.random.normal(next(keys), shape, self.dtype) * scale
+
+        ids = np.argsort(rng.random((tokens, e)), axis=1)[:, : self.choices].astype(np.int32)
+        weights = rng.random((tokens, self.choices)).astype(np.float32)
+        return {
+            "x": normal(tokens, h, scale=1.0),
+            "ids": ids,
+            "weights": weights / weights.sum(1, keepdims=True),
+            "gate": normal(e, h, f, scale=h**-0.5),
+            "up": normal(e, h, f, scale=h**-0.5),
+            "down": normal(e, f, h, scale=f**-0.5),
+            "dy": normal(tokens, h, scale=1.0),
+        }
+
+
+Layer = Callable[..., jax.Array]
+
+
+def ours(implementation: str | None, **options: Any) -> Layer:
+    """The library's op with a backend."""
+
+    def layer(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+        return expert_mlp(
+            x, ids, weights, gate, up, down, AXIS, implementation=implementation, **options
+        )
+
+    return layer
+
+
+def plain(product: Callable[[str], GroupedMatmul], *, recompute: bool = False) -> Layer:
+    """Plain JAX around a grouped matmul.
+
+    Args:
+      product: the grouped matmul for "up", which gate and up use, and for "down".
+      recompute: whether the backward pass computes the products of gate and up again.
+    """
+
+    def experts(x: Any, weights: Any, gate: Any, up: Any, down: Any, order: Any, sizes: Any) -> Any:
+        k = weights.shape[1]
+        is_here = (jnp.arange(order.size) < sizes.sum())[:, None]
+        rows: Any = _rows_of_tokens(x, order, is_here, k)
+        hidden = jax.nn.silu(product("up")(rows, gate, sizes)) * product("up")(rows, up, sizes)
+        y = product("down")(hidden, down, sizes)
+        factors = _permuted(weights.reshape(-1), order)
+        # Kernels do not write rows of no group.
+        y = jnp.where(is_here, y, 0) * factors[:, None].astype(y.dtype)
+        return _sums_of_tokens(y, order, is_here, k)
+
+    if recompute:
+        experts = jax.checkpoint(experts)
+
+    def layer(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+        gather = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
+        local = gather(ids).reshape(-1) - lax.axis_index(AXIS) * gate.shape[0]
+        here = jnp.where((local >= 0) & (local < gate.shape[0]), local, gate.shape[0])
+        numbers = here * here.size + jnp.arange(here.size, dtype=jnp.int32)
+        order = (
+            jnp.sort(numbers) % here.size
+            if here.size * (gate.shape[0] + 1) < 2**31
+            else (jnp.argsort(here))
+        )
+        sizes = jnp.sum(here[:, None] == jnp.arange(gate.shape[0]), axis=0, dtype=jnp.int32)
+        y = experts(gather(x), gather(weights), gate, up, down, order, sizes)
+        return lax.psum_scatter(y, AXIS, tiled=True)
+
+    return layer
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rows_of_tokens(x: Any, order: Any, is_here: Any, k: int) -> Any:
+    """[T, h] to [T k, h], the row of each pair in this order."""
+    del is_here
+    return x[order // k]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sums_of_tokens(rows: Any, order: Any, is_here: Any, k: int) -> Any:
+    """The opposite: the sum of each token's rows, of those that are here."""
+    rows = jnp.where(is_here, rows, 0)[_inverse(order)]
+    wide = rows.reshape(-1, k, rows.shape[1]).astype(jnp.float32)
+    return wide.sum(1).astype(rows.dtype)
+
+
+def _inverse(order: jax.Array) -> jax.Array:
+    places = jnp.arange(order.size, dtype=order.dtype)
+    return jnp.zeros_like(order).at[order].set(places, unique_indices=True)
+
+
+def _no_gradient(order: jax.Array) -> np.ndarray:
+    return np.zeros(order.shape, jax.dtypes.float0)
+
+
+_rows_of_tokens.defvjp(
+    lambda x, order, is_here, k: (_rows_of_tokens(x, order, is_here, k), (order, is_here)),
+    lambda k, kept, dy: (_sums_of_tokens(dy, *kept, k), *map(_no_gradient, kept)),
+)
+_sums_of_tokens.defvjp(
+    lambda rows, order, is_here, k: (_sums_of_tokens(rows, order, is_here, k), (order, is_here)),
+    lambda k, kept, dy: (dy[kept[0] // k], *map(_no_gradient, kept)),
+)
+
+
+@jax.custom_vjp
+def _permuted(values: jax.Array, order: jax.Array) -> jax.Array:
+    return values[order]
+
+
+_permuted.defvjp(
+    lambda values, order: (values[order], order),
+    lambda order, dy: (dy[_inverse(order)], _no_gradient(order)),
+)
+
+
+def program(layer: Layer, mesh: Mesh, *, differentiated: bool) -> Callable[..., Any]:
+    """A function of `ExpertLayer.arguments`: the result, or it and all gradients."""
+    sharded = jax.shard_map(
+        layer, mesh=mesh, in_specs=(P(AXIS),) * 6, out_specs=P(AXIS), check_vma=False
+    )
+
+    def forward(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any, dy: Any) -> Any:
+        del dy
+        return sharded(x, ids, weights, gate, up, down)
+
+    def both(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any, dy: Any) -> Any:
+        fun = lambda x, weights, *ws: sharded(x, ids, weights, *ws)  # noqa: E731
+        y, pullback = jax.vjp(fun, x, weights, gate, up, down)
+        # In a model, the gradient of the result depends on the result.
+        y, dy = lax.optimization_barrier((y, dy))
+        return y, pullback(dy)
+
+    return both if differentiated else forward

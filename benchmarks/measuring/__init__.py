@@ -1,0 +1,1 @@
+"""What all benchmarks share: settings, the machine, reports and their tables, profiles."""

@@ -1,0 +1,1 @@
+"""Single ops and matmuls beside XLA's and others, and the fastest configurations of kernels."""

@@ -1,0 +1,217 @@
+"""``python -m benchmarks process_rings``: rings through NCCL, one process for each of two GPUs.
+
+Layers of `benchmarks.step.stack`, forward, of which every candidate is timed in turns: the
+computation alone; plain JAX; rings of two devices written out, in plain JAX; and the library.
+"ring" joins the products of both chunks in one pass. "ring_in_place" writes each into the result,
+as the library does: with XLA's matmuls, XLA makes one program of this and of the library's ring.
+"ring_of_gathers" has all-gathers instead of permutes. All rings have NCCL's symmetric buffers, but
+for "ring_plain_buffers". NCCL's own settings are those of the environment, such as
+``NCCL_CTA_POLICY=2``, which leaves gathers to copy engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+
+from benchmarks.comparison.candidates import COMPILERS, Candidate
+from benchmarks.comparison.communication import AXIS, CollectiveMatmul, NoCommunication, PlainJax
+from benchmarks.comparison.operands import Operands, abstract, compile_maker
+from benchmarks.internals import COMPUTE_ONLY, measure
+from benchmarks.measuring import environment
+from benchmarks.measuring.report import Report
+from benchmarks.measuring.settings import Settings, check, check_least
+from benchmarks.processes.processes import environment_of, free_address, participate, run_together
+from benchmarks.step.stack import SHAPES, StackCase
+
+PROCESSES = 2
+_SYMMETRIC = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
+_UNMERGED = {"xla_gpu_dot_merger_threshold_mb": "0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessRings(Settings):
+    """Times of layers between two processes of one device, beside rings in plain JAX."""
+
+    rows: tuple[int, ...] = (8192, 2048)
+    """Numbers of rows."""
+    shape: str = "8B"
+    """Which layers: those of `stack`."""
+    layers: int = 4
+    """Layers of every stack."""
+    separate_autotuning: bool = False
+    """Each process tries matmuls by itself, instead of a share of them for both."""
+
+
+@dataclass(frozen=True)
+class TimedProcess:
+    """One of the processes, and what it measures; see `ProcessRings`."""
+
+    address: str
+    number: int
+    rows: tuple[int, ...]
+    shape: str
+    layers: int
+    groups: int
+    group_seconds: float
+    dtype: str
+
+
+class Ring(PlainJax):
+    """Two devices' ring of permutes, forward: the products of a gather are joined at last."""
+
+    def others(self, x):
+        """What the other device has."""
+        return lax.ppermute(x, AXIS, [(0, 1), (1, 0)])
+
+    def all_gather_matmul(self, rows, ws):
+        other = self.others(rows)
+        own = tuple(rows @ w for w in ws)
+        own, rows, other = lax.optimization_barrier((own, rows, other))
+        is_second = lax.axis_index(AXIS) == 1
+        pairs = zip(own, (other @ w for w in ws), strict=True)
+        return tuple(
+            lax.concatenate([jnp.where(is_second, b, a), jnp.where(is_second, a, b)], 0)
+            for a, b in pairs
+        )
+
+    def matmul_reduce_scatter(self, x, w):
+        m, me = x.shape[0] // 2, lax.axis_index(AXIS)
+        away = lax.dynamic_slice_in_dim(x, (1 - me) * m, m) @ w
+        away, x = lax.optimization_barrier((away, x))
+        arrived = self.others(away)
+        return lax.dynamic_slice_in_dim(x, me * m, m) @ w + arrived
+
+
+class RingInPlace(Ring):
+    """The same, but each product of a gather is written into its place."""
+
+    def all_gather_matmul(self, rows, ws):
+        other = self.others(rows)
+        m, me = rows.shape[0], lax.axis_index(AXIS)
+
+        def write(y, product, chunk):
+            return lax.dynamic_update_slice_in_dim(y, product, chunk * m, 0)
+
+        empty = [lax.empty((2 * m, w.shape[1]), rows.dtype) for w in ws]
+        empty = [lax.pcast(y, AXIS, to="varying") for y in empty]
+        ys = [write(y, rows @ w, me) for y, w in zip(empty, ws, strict=True)]
+        ys, other = lax.optimization_barrier((ys, other))
+        return tuple(write(y, other @ w, 1 - me) for y, w in zip(ys, ws, strict=True))
+
+
+class RingOfGathers(Ring):
+    """The same with all-gathers: NCCL leaves them to copy engines if ``NCCL_CTA_POLICY=2``.
+
+    What a device has already is copied too.
+    """
+
+    def others(self, x):
+        return lax.dynamic_index_in_dim(
+            lax.all_gather(x, AXIS), 1 - lax.axis_index(AXIS), keepdims=False
+        )
+
+
+#: The candidates, and the XLA options of each.
+CANDIDATES: list[tuple[Candidate, dict[str, Any]]] = [
+    (Candidate(COMPUTE_ONLY, NoCommunication(), "jit"), {}),
+    (Candidate("plain", PlainJax(), "jit"), {}),
+    (Candidate("plain_symmetric_buffers", PlainJax(), "jit"), _SYMMETRIC),
+    (Candidate("ring", Ring(), "jit"), _UNMERGED | _SYMMETRIC),
+    (Candidate("ring_plain_buffers", Ring(), "jit"), _UNMERGED),
+    (Candidate("ring_in_place", RingInPlace(), "jit"), _UNMERGED | _SYMMETRIC),
+    (Candidate("ring_of_gathers", RingOfGathers(), "jit"), _UNMERGED | _SYMMETRIC),
+    (Candidate("library_ring", CollectiveMatmul("ring"), "overlap_jit"), _SYMMETRIC),
+    (Candidate("auto", CollectiveMatmul(None), "overlap_jit"), {}),
+]
+
+
+def run(settings: ProcessRings) -> Report:
+    """Runs the benchmark.
+
+    Raises:
+      ValueError: for settings that do not fit.
+    """
+    check(settings)
+    check_least(settings, 1, "layers")
+    if settings.shape not in SHAPES:
+        raise ValueError(f"shape={settings.shape!r}: expected one of {', '.join(SHAPES)}")
+    kinds = environment.device_kinds(settings.platform, PROCESSES)
+    if len(kinds) < PROCESSES:
+        raise ValueError(f"platform={settings.platform!r}: expected {PROCESSES} devices")
+    names = [field.name for field in dataclasses.fields(TimedProcess)[2:]]
+    shared, address = [getattr(settings, name) for name in names], free_address()
+    environments = [environment_of(settings.platform, 1, number) for number in range(PROCESSES)]
+    if settings.separate_autotuning:
+        for each in environments:
+            each["XLA_FLAGS"] = f"{each.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false"
+    participants = [TimedProcess(address, number, *shared) for number in range(PROCESSES)]
+    report = Report("process_rings", settings, kinds, [table])
+    report.write_cases(
+        run_together("benchmarks.processes.process_rings", participants, environments)
+    )
+    print(table(report.content))
+    return report
+
+
+def table(content: dict[str, Any]) -> str:
+    """The time of each candidate over that of the computation alone, and this in milliseconds."""
+    cases = content["cases"]
+    lines = [
+        "Medians over those of the computation alone:\n",
+        "| | " + " | ".join(case["name"] for case in cases) + " |",
+        "| --- |" + " ---: |" * len(cases),
+    ]
+    medians = [
+        {name: statistics.median(times) for name, times in case["times"].items()} for case in cases
+    ]
+    for candidate, _ in CANDIDATES:
+        ratios = (f"{times[candidate.name] / times[COMPUTE_ONLY]:.3f}" for times in medians)
+        lines.append(f"| {candidate.name} | {' | '.join(ratios)} |")
+    alone = (f"{1e3 * times[COMPUTE_ONLY]:.3f}" for times in medians)
+    return "\n".join([*lines, f"| ms of a layer, {COMPUTE_ONLY} | {' | '.join(alone)} |"])
+
+
+def _work(participant: TimedProcess) -> None:
+    """Measures all cases; the first process prints them, one JSON object a line."""
+    jax.distributed.initialize(participant.address, PROCESSES, participant.number)
+    mesh = jax.make_mesh((PROCESSES,), (AXIS,), axis_types=(AxisType.Auto,))
+    operands = Operands(mesh, np.dtype(jnp.dtype(participant.dtype)))
+    for rows in participant.rows:
+        shape = dataclasses.replace(SHAPES[participant.shape], rows=rows)
+        case = StackCase(shape, "forward", participant.layers)
+        programs = {each.name: case.build(operands, each) for each, _ in CANDIDATES}
+        made = compile_maker([program.arguments for program in programs.values()])()
+        runs = {}
+        for each, options in CANDIDATES:
+            fun, arguments, *_ = programs[each.name]
+            lowered = COMPILERS[each.compiler](fun, compiler_options=options).lower(
+                *abstract(arguments)
+            )
+            run = made.bind(lowered.compile(), arguments)
+            # Simulated devices share few threads, and a queued call could take the last one.
+            queues = jax.default_backend() != "cpu"
+            runs[each.name] = run if queues else lambda run=run: jax.block_until_ready(run())
+        timings = measure(
+            runs, groups=participant.groups, seconds_per_group=participant.group_seconds
+        )
+        times = {
+            name: [s / participant.layers for s in timing.samples]
+            for name, timing in timings.items()
+        }
+        if participant.number == 0:
+            case = {"name": f"M {rows}", "times": times, "gpus": environment.gpu_state()}
+            print(json.dumps(case), flush=True)
+
+
+if __name__ == "__main__":
+    participate(TimedProcess, _work)

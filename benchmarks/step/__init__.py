@@ -1,0 +1,1 @@
+"""Layers and training steps, and where a step's time goes."""

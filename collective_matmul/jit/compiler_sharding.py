@@ -1,0 +1,354 @@
+"""The operations for which XLA may add collectives, where it shards arrays by itself.
+
+Outside `shard_map`, XLA shards arrays as the `shard_map`s around them do, and carries that through
+the operations between them, in both directions. A dimension that an operation leaves as it is
+belongs to one class with the same dimension of its operands. If all `shard_map`s and constraints
+agree about a class, and no operation needs more than a device has of it, XLA needs to communicate
+nothing. Otherwise it may.
+
+Arguments and results of the program are assumed to be sharded as the program uses them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec
+
+from collective_matmul.jaxprs.bodies import CONTROL_FLOW, bodies_of, called, jaxprs_of
+from collective_matmul.jaxprs.graph import type_of
+from collective_matmul.jaxprs.walks import Scope
+from collective_matmul.jit.dimension_classes import Axes, DimensionClasses, Dimensions
+
+#: Operations on elements with the same indices; their operands have the shape of the result, apart
+#: from scalars and dimensions of size 1.
+_ELEMENTWISE = {
+    *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh"),
+    *("cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div"),
+    *("eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow"),
+    *("is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne"),
+    *("neg", "nextafter", "not", "one_minus_square", "optimization_barrier", "or", "pow", "real"),
+    *("reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left"),
+    *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square"),
+    *("stop_gradient", "sub", "tan", "tanh", "xor", "sharding_constraint"),
+}
+#: Operations that need all of the dimensions in a parameter, and leave the others as they are.
+_ALONG = {
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"), "axis"),
+    **dict.fromkeys(("concatenate", "sort"), "dimension"),
+    "rev": "dimensions",
+}
+_RESHAPES = {"reshape", "squeeze", "expand_dims"}
+_REDUCTIONS = "reduce_", "argmax", "argmin"
+
+
+def communicating_equation(
+    program: Jaxpr, axis_sizes: Mapping[str, int]
+) -> tuple[JaxprEqn, Axes] | None:
+    """The first equation found for which XLA may communicate by itself, and over which axes.
+
+    Args:
+      program: the program.
+      axis_sizes: mesh axes that are not manual around the program, without those of size 1.
+    """
+    if not axis_sizes:
+        return None
+    walk = _Walk(axis_sizes)
+    walk.run(program, [walk.classes.new(_shape(var)) for var in program.invars])
+    return next(walk.findings(), None)
+
+
+class _Walk:
+    """One walk over a program. What is called several times is walked several times.
+
+    Attributes:
+      classes: the classes of all dimensions.
+    """
+
+    def __init__(self, axis_sizes: Mapping[str, int]):
+        self.classes = DimensionClasses()
+        self._axis_sizes = axis_sizes
+        # Every array of every equation. A list, since callers of one jaxpr share its variables.
+        self._arrays: list[tuple[JaxprEqn, Dimensions, tuple[int, ...]]] = []
+        self._inside: list[tuple[JaxprEqn, Axes]] = []
+
+    def findings(self) -> Iterator[tuple[JaxprEqn, Axes]]:
+        """Equations for which XLA may communicate."""
+        yield from self._inside
+        for equation, dimensions, shape in self._arrays:
+            used: list[str] = []
+            for dimension, size in zip(dimensions, shape, strict=True):
+                if dimension is None:
+                    continue
+                known = self.classes.of(dimension)
+                axes = known.axes or ()
+                if known.disputed:
+                    yield known.disputed, axes or tuple(self._axis_sizes)
+                elif axes and known.whole:
+                    yield known.whole, axes
+                elif size % math.prod(self._axis_sizes[axis] for axis in axes):
+                    yield equation, axes
+                used += axes
+            if len(used) > len(set(used)):  # One axis cannot shard two dimensions of an array.
+                yield equation, tuple(dict.fromkeys(used))
+
+    def run(self, jaxpr: Jaxpr, operands: Sequence[Dimensions]) -> list[Dimensions]:
+        """The dimensions of a jaxpr's results, from those of its arguments."""
+        return Scope(jaxpr, operands, self._new).run(self._equation)
+
+    def _new(self, atom: Any) -> Dimensions:
+        return self.classes.new(_shape(atom))
+
+    def _equation(self, equation: JaxprEqn, ins: Sequence[Dimensions]) -> list[Dimensions]:
+        """The dimensions of an equation's results, from those of its operands."""
+        outs = [self._new(var) for var in equation.outvars]
+        atoms = *equation.invars, *equation.outvars
+        for atom, dimensions in zip(atoms, (*ins, *outs), strict=True):
+            self._arrays.append((equation, dimensions, _shape(atom)))
+            self._shard_as_typed(atom, dimensions, equation)
+        self._rule(equation)(equation, ins, outs)
+        return outs
+
+    def _shard_as_typed(self, atom: Any, dimensions: Dimensions, equation: JaxprEqn) -> None:
+        """Takes the sharding over Explicit axes from the type of an array."""
+        sharding = getattr(type_of(atom), "sharding", None)
+        if sharding is not None and self._axis_sizes.keys() <= set(sharding.mesh.explicit_axes):
+            self._shard(dimensions, sharding.spec, equation)
+
+    def _shard(self, dimensions: Dimensions, spec: Any, equation: JaxprEqn) -> None:
+        """Shards an array by a `PartitionSpec`."""
+        entries = (*spec, *[None] * len(dimensions))
+        for dimension, entry in zip(dimensions, entries, strict=False):
+            if entry is not PartitionSpec.UNCONSTRAINED:
+                axes = entry if isinstance(entry, tuple) else (str(entry),)
+                left = tuple(axis for axis in axes if axis in self._axis_sizes)
+                self.classes.shard(dimension, left, equation)
+
+    def _rule(self, equation: JaxprEqn) -> Callable:
+        """What joins the dimensions of an equation's operands and results."""
+        name = equation.primitive.name
+        if name in _ELEMENTWISE:
+            return self._constraint if name == "sharding_constraint" else self._elementwise
+        if name.startswith(_REDUCTIONS) and "axes" in equation.params:
+            return self._reduction
+        if name in _ALONG:
+            return self._along
+        if name in _RESHAPES:
+            return self._reshape
+        return getattr(self, f"_{name}", self._call)
+
+    def _join(self, ins: Sequence[Any], outs: Sequence[Any], equation: JaxprEqn) -> None:
+        for one, other in zip(ins, outs, strict=True):
+            self.classes.join(one, other, equation)
+
+    def _elementwise(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        if equation.primitive.multiple_results:  # optimization_barrier
+            for one, other in zip(ins, outs, strict=True):
+                self._join(one, other, equation)
+            return
+        (out,) = outs
+        for operand in ins:
+            if operand:
+                self._join(operand, out, equation)
+
+    def _constraint(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        sharding = equation.params["sharding"]
+        if not isinstance(sharding, NamedSharding):
+            return self._unknown(equation, ins, outs)
+        self._elementwise(equation, ins, outs)
+        free = equation.params.get("unconstrained_dims") or ()
+        spec = (*sharding.spec, *[None] * len(outs[0]))[: len(outs[0])]
+        entries = [PartitionSpec.UNCONSTRAINED if i in free else e for i, e in enumerate(spec)]
+        self._shard(outs[0], entries, equation)
+
+    def _reduction(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        axes = {int(axis) for axis in equation.params["axes"]}
+        for operand, out in zip(ins, outs, strict=True):
+            self.classes.keep_whole([operand[axis] for axis in axes], equation)
+            self._join([d for i, d in enumerate(operand) if i not in axes], out, equation)
+
+    def _along(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        given = equation.params[_ALONG[equation.primitive.name]]
+        axes = given if isinstance(given, tuple) else (given,)
+        arrays = [*ins, *outs]
+        axes = {axis % len(arrays[0]) for axis in axes}
+        for each in arrays:
+            self.classes.keep_whole([each[axis] for axis in axes], equation)
+            pairs = zip(arrays[0], each, strict=True)
+            others = [pair for i, pair in enumerate(pairs) if i not in axes]
+            for one, other in others:
+                self.classes.join(one, other, equation)
+
+    def _reshape(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        """Joins the first dimensions of parts with equal numbers of elements."""
+        (before, after) = (_shape(equation.invars[0]), _shape(equation.outvars[0]))
+        (operand, *_), (out,) = ins, outs
+        permutes = equation.primitive.name == "reshape" and equation.params["dimensions"]
+        if 0 in before or permutes:
+            return self._unknown(equation, ins, outs)
+        for one, other in _same_elements(before, after):
+            one = [operand[i] for i in one if operand[i] is not None]
+            other = [out[i] for i in other if out[i] is not None]
+            self._join(one[:1], other[:1], equation)
+            self.classes.keep_whole([*one[1:], *other[1:]], equation)
+        return None
+
+    def _bitcast_convert_type(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        """Elementwise, unless the types have different sizes."""
+        same = len(ins[0]) == len(outs[0])
+        (self._elementwise if same else self._unknown)(equation, ins, outs)
+
+    def _transpose(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        self._join([ins[0][i] for i in equation.params["permutation"]], outs[0], equation)
+
+    def _broadcast_in_dim(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        kept = [outs[0][i] for i in equation.params["broadcast_dimensions"]]
+        self._join(ins[0], kept, equation)
+
+    def _dot_general(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        (contracted, batch), (out,) = equation.params["dimension_numbers"], outs
+        free = []
+        for operand, axes, others in zip(ins, contracted, batch, strict=True):
+            self.classes.keep_whole([operand[i] for i in axes], equation)
+            self._join([operand[i] for i in others], out[: len(others)], equation)
+            free += [d for i, d in enumerate(operand) if i not in (*axes, *others)]
+        self._join(free, out[len(batch[0]) :], equation)
+
+    def _slice(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        """Joins dimensions of equal size; the others are cut or enlarged somewhere."""
+        shapes = _shape(equation.invars[0]), _shape(equation.outvars[0])
+        self._join_equal(ins[0], outs[0], shapes, equation)
+
+    _dynamic_slice = _pad = _slice
+
+    def _dynamic_update_slice(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        self._join(ins[0], outs[0], equation)
+        shapes = _shape(equation.invars[0]), _shape(equation.invars[1])
+        self._join_equal(ins[0], ins[1], shapes, equation)
+
+    def _join_equal(self, one: Any, other: Any, shapes: Any, equation: JaxprEqn) -> None:
+        for a, b, size, new in zip(one, other, *shapes, strict=True):
+            if size == new:
+                self.classes.join(a, b, equation)
+            else:
+                self.classes.keep_whole([a, b], equation)
+
+    def _gather(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        """Joins dimensions of the indices, and dimensions of the operand that are not indexed."""
+        numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+        (operand, indices), (out,), shape = ins, outs, _shape(equation.invars[0])
+        rows = [d for i, d in enumerate(out) if i not in numbers.offset_dims]
+        self._join(indices[:-1], rows, equation)
+        self.classes.keep_whole(indices[-1:], equation)
+        batch = dict(
+            zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+        )
+        taken = (d for i, d in enumerate(out) if i in numbers.offset_dims)
+        for i, dimension in enumerate(operand):
+            if i in batch:
+                self.classes.join(dimension, indices[batch[i]], equation)
+                continue
+            collapsed = i in numbers.collapsed_slice_dims
+            result = None if collapsed else next(taken)
+            if collapsed or sizes[i] != shape[i]:
+                self.classes.keep_whole([dimension, result], equation)
+            else:
+                self.classes.join(dimension, result, equation)
+
+    def _reshard(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        """Joins what was sharded. What was not is cut, which needs no communication."""
+        for one, other in zip(ins[0], outs[0], strict=True):
+            if one is not None and self.classes.of(one).axes != ():
+                self.classes.join(one, other, equation)
+
+    def _shard_map(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        parameters = equation.params
+        for operand, spec in zip(ins, parameters["in_specs"], strict=True):
+            self._shard(operand, spec, equation)
+        for result, spec in zip(outs, parameters["out_specs"], strict=True):
+            self._shard(result, spec, equation)
+        left = self._axis_sizes.keys() - parameters["newly_manual_axes"]
+        if found := _work_on_arrays(called(equation), left):
+            self._inside.append(found)
+
+    def _call(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        """A call of a function, such as `jax.jit` or `jax.checkpoint`, a loop or a branch.
+
+        Joins what a loop carries in all steps, and slices with the arrays that they are parts of.
+        """
+        bodies = bodies_of(equation)
+        is_known = equation.primitive.name in CONTROL_FLOW
+        if not is_known or any(body.operands is None for body in bodies):
+            return self._unknown(equation, ins, outs)
+        for arrays, name in ((ins, "in_shardings"), (outs, "out_shardings")):
+            for dimensions, sharding in zip(arrays, equation.params.get(name, ()), strict=False):
+                if isinstance(sharding, NamedSharding):
+                    self._shard(dimensions, sharding.spec, equation)
+        for body in bodies:
+            given, results = body.arguments(ins), [outs[i] for i in body.results]
+            if body.sliced is not None:
+                stacked = [*given[body.sliced :], *results[body.stacked :]]
+                self.classes.keep_whole([each[0] for each in stacked], equation)
+                given[body.sliced :] = [each[1:] for each in given[body.sliced :]]
+                results[body.stacked :] = [each[1:] for each in results[body.stacked :]]
+            made = self.run(body.jaxpr, given)
+            carried = [(made[result], ins[operand]) for result, operand in body.carried]
+            # The result of a loop's condition is none of the loop's.
+            for one, other in (*zip(made, results, strict=False), *carried):
+                self._join(one, other, equation)
+        return None
+
+    def _unknown(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        """Assumes that the operation needs whole arrays, if it has any."""
+        if any(_is_array(atom) for atom in equation.invars):
+            for each in (*ins, *outs):
+                self.classes.keep_whole(each, equation)
+
+
+def _work_on_arrays(jaxpr: Jaxpr, left: Set[str]) -> tuple[JaxprEqn, Axes] | None:
+    """The first equation of a `shard_map` that computes while some axes are not manual.
+
+    Whatever surrounds the `shard_map` may be sharded over them in any way.
+    """
+    if not left:
+        return None
+    for equation in jaxpr.eqns:
+        manual = equation.params.get("newly_manual_axes", frozenset())
+        inner = list(jaxprs_of(equation))
+        for each in inner:
+            if found := _work_on_arrays(each, left - manual):
+                return found
+        if not inner and any(map(_is_array, equation.invars)):
+            return equation, tuple(sorted(left))
+    return None
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(type_of(atom), "shape", ()))
+
+
+def _is_array(atom: Any) -> bool:
+    """Whether an operand has more than one element. Others are not sharded."""
+    return getattr(type_of(atom), "size", 1) > 1
+
+
+def _same_elements(
+    before: Sequence[int], after: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Cuts the dimensions of a reshape into the smallest parts with equal numbers of elements."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        one, other, sizes = [], [], [1, 1]
+        while not (one or other) or sizes[0] != sizes[1]:
+            if j == len(after) or (i < len(before) and sizes[0] <= sizes[1]):
+                one.append(i)
+                sizes[0] *= before[i]
+                i += 1
+            else:
+                other.append(j)
+                sizes[1] *= after[j]
+                j += 1
+        yield one, other

@@ -1,0 +1,2 @@
+"""The layers of a model, for use inside `jax.shard_map`: attention, experts, norms, embedding and
+loss. `plain` has linear layers without this library."""

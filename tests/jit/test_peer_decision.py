@@ -1,0 +1,335 @@
+"""Which programs `overlap_jit` allows kernels that address peers' memory, and what explain says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from collective_matmul import all_gather_matmul, explain, overlap, overlap_jit
+from collective_matmul.dispatch.run_counts import PROCESS_COUNTER
+from collective_matmul.explain import Explanation
+from collective_matmul.jit.peer_decision import MARGIN, PeerKernelDecision, decide_once
+from collective_matmul.layers import ColumnParallelLinear, RowParallelLinear
+from collective_matmul.peer_access import UNDECIDED, peer_kernels_allowed
+from tests.dispatch.sites import BFLOAT16, H200
+from tests.explained import arguments, blocks, flat_arguments, on, plain
+from tests.hopper import needs_kernels
+from tests.reference import AXIS
+
+pytestmark = needs_kernels
+
+#: Llama 3 8B.
+WIDTHS = 4096, 14336
+FEW = arguments(64, *WIDTHS, dtype=BFLOAT16)
+PEERS = {"one_shot", "fused"}
+
+
+def mesh_of(**sizes: int) -> AbstractMesh:
+    shape = {AXIS: 4, **sizes}
+    types = (AxisType.Auto,) * len(shape)
+    return AbstractMesh(tuple(shape.values()), tuple(shape), types, abstract_device=H200)
+
+
+def sharded(body: Callable, mesh: AbstractMesh, **options: Any) -> Callable:
+    """`body` on a stack of few rows; its result is sharded as the stack's."""
+    specs = (P(AXIS), [(P(None, AXIS), P(AXIS))] * 2)
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(AXIS), **options)
+
+
+def decision_for(fun: Callable, *shapes: Any) -> PeerKernelDecision:
+    """The decision of `overlap_jit`, which is that of `explain`."""
+    with peer_kernels_allowed(UNDECIDED):
+        decision = decide_once(jax.jit(fun).trace(*shapes).jaxpr.jaxpr)
+    explained = explain(fun)(*shapes).peer_kernels
+    assert str(explained) == str(decision)
+    assert explained.gain_seconds == pytest.approx(decision.gain_seconds)
+    assert explained.cost_seconds == pytest.approx(decision.cost_seconds)
+    return decision
+
+
+def backends_of(explanation: Explanation) -> set[str]:
+    return {decision.implementation for decision in explanation.decisions}
+
+
+def test_a_forward_stack_of_few_rows_gets_them() -> None:
+    decision = decision_for(on(mesh_of()), *FEW)
+    assert decision.allowed
+    assert decision.cost_seconds == 0
+    with_them = explain(on(mesh_of()), peer_kernels=True)(*FEW).decisions
+    gains = [(each.reference_seconds or 0) - (each.seconds or 0) for each in with_them]
+    assert decision.gain_seconds == pytest.approx(sum(gains))
+    assert str(decision) == (
+        "kernels that address peers' memory are allowed: they are predicted to save"
+        f" {decision.gain_seconds * 1e6:.0f} µs, and no other collective loses by them"
+    )
+    assert backends_of(explain(on(mesh_of()))(*FEW)) <= PEERS
+
+
+@pytest.mark.parametrize("rows", [2048, 8192])
+def test_more_rows_get_them_where_predictions_say_so(rows: int) -> None:
+    shapes = arguments(rows, *WIDTHS, dtype=BFLOAT16)
+    decision = decision_for(on(mesh_of()), *shapes)
+    with_them = explain(on(mesh_of()), peer_kernels=True)(*shapes)
+    assert decision.allowed == bool(backends_of(with_them) & PEERS)
+
+
+def test_float32_has_none() -> None:
+    explanation = explain(on(mesh_of()))(*arguments(64, *WIDTHS, dtype=jnp.float32))
+    assert not explanation.peer_kernels.allowed
+    assert explanation.peer_kernels.reason == "no op of the program would use them"
+    assert "peers" not in explanation.table()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_large_sum_beside_the_stack(size: int) -> None:
+    """Over an axis of one device it costs nothing."""
+
+    def body(x: jax.Array, weights: Any) -> jax.Array:
+        total = lax.psum(jnp.ones((2**24,), jnp.float32) * x[0, 0], "data")
+        return blocks(x, weights) + total[0].astype(x.dtype)
+
+    fun = sharded(body, mesh_of(data=size), check_vma=False)
+    decision = decision_for(fun, *FEW)
+    assert decision.allowed == (size == 1)
+    assert decision.gain_seconds == pytest.approx(decision_for(on(mesh_of()), *FEW).gain_seconds)
+    if size == 1:
+        assert decision.cost_seconds == 0
+    else:
+        # 64 MiB, of which each of two devices sends half, twice, at 376 GB/s.
+        assert decision.cost_seconds == pytest.approx(28e-6 + 2**26 / 3.76e11)
+        assert decision.reason.endswith(f"µs; they must save {MARGIN:g} times that")
+        explanation = explain(fun)(*FEW)
+        assert not backends_of(explanation) & PEERS
+        assert " ".join(explanation.table().split()).endswith(str(decision))
+
+
+@pytest.mark.parametrize(
+    ("collective", "seconds"),
+    [
+        (lambda x: lax.psum(x, AXIS), 28e-6 + 2 * 2**20 * 0.75 / 3.76e11),
+        (lambda x: lax.pmax(x, AXIS), 28e-6 + 2 * 2**20 * 0.75 / 3.76e11),
+        (lambda x: lax.all_gather(x, AXIS), 28e-6 + 4 * 2**20 * 0.75 / 3.76e11),
+        (lambda x: lax.psum_scatter(x, AXIS, tiled=True), 28e-6 + 2**20 * 0.75 / 3.76e11),
+        (lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True), 28e-6 + 2**20 * 0.75 / 3.76e11),
+        (lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % 4) for i in range(4)]), 0.0),
+        (lambda x: lax.axis_index(AXIS) * x, 0.0),
+    ],
+    ids=["psum", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute", "axis_index"],
+)
+def test_what_collectives_cost(collective: Callable, seconds: float) -> None:
+    def body(x: jax.Array, weights: Any) -> jax.Array:
+        y = collective(jnp.full((2**18,), x[0, 0], jnp.float32))  # 1 MiB
+        return blocks(x, weights) + jnp.max(y).astype(x.dtype)
+
+    decision = decision_for(sharded(body, mesh_of(), check_vma=False), *FEW)
+    assert decision.cost_seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("repeat", ["scan", "fori_loop", "while_loop", "cond", "jit", "remat"])
+def test_loops_repeat_ops_and_collectives(repeat: str) -> None:
+    """Steps of a scan, one step of a loop of unknown length, the longest of all branches."""
+
+    def step(x: jax.Array, weights: Any) -> jax.Array:
+        y = blocks(x, weights)
+        return y + lax.psum(jnp.max(y), AXIS)
+
+    def body(x: jax.Array, weights: Any) -> jax.Array:
+        run = functools.partial(step, weights=weights)
+        match repeat:
+            case "scan":
+                return lax.scan(lambda x, _: (run(x), None), x, length=5)[0]
+            case "fori_loop":
+                return lax.fori_loop(0, 5, lambda _, x: run(x), x)
+            case "while_loop":
+                return lax.while_loop(lambda x: x[0, 0] < 1, run, x)
+            case "cond":
+                return lax.switch(jnp.int32(1), [lambda x: x, run, lambda x: run(x) + 1], x)
+            case "jit":
+                twice = jax.jit(run)
+                return twice(twice(x))
+            case _:
+                return jax.checkpoint(run)(x)
+
+    once = decision_for(sharded(step, mesh_of(), check_vma=False), *FEW)
+    assert once.gain_seconds > 0 and once.cost_seconds > 28e-6
+    decision = decision_for(sharded(body, mesh_of(), check_vma=False), *FEW)
+    count = {"scan": 5, "fori_loop": 5, "jit": 2}.get(repeat, 1)
+    assert decision.cost_seconds == pytest.approx(count * once.cost_seconds)
+    assert decision.gain_seconds == pytest.approx(count * once.gain_seconds)
+
+
+def test_a_training_step_loses_the_overlap_of_its_gradient_sums() -> None:
+    """Two devices of data sum the gradients of every layer."""
+
+    def body(x: jax.Array, weights: Any) -> jax.Array:
+        gradients = jax.grad(lambda w: jnp.sum(blocks(x, w).astype(jnp.float32)))(weights)
+        summed = lax.psum(gradients, "data")
+        new = jax.tree.map(lambda w, g: w - g.astype(w.dtype), weights, summed)
+        return x + sum(jnp.max(w) for w in jax.tree.leaves(new))
+
+    fun = sharded(body, mesh_of(data=2), check_vma=False)
+    decision = decision_for(fun, *arguments(512, *WIDTHS, dtype=BFLOAT16))
+    assert not decision.allowed
+    assert decision.cost_seconds > decision.gain_seconds > 0
+
+
+def test_collectives_of_a_backward_pass_that_stay_count() -> None:
+    """XLA hides them under the matmuls of weight gradients. Float32 has no other kernels."""
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(all_gather_matmul(x, w, AXIS).astype(jnp.float32))
+
+    def body(x: jax.Array, weights: Any, fun: Callable) -> jax.Array:
+        x32, w32 = x.astype(jnp.float32), weights[0][0].astype(jnp.float32)
+        return blocks(x, weights) + fun(x32, w32)[0].astype(x.dtype)
+
+    costs = []
+    for fun in (lambda x, w: (x * loss(x, w),), jax.grad(loss, (0, 1))):
+        stack = sharded(functools.partial(body, fun=fun), mesh_of(), check_vma=False)
+        decision = decision_for(stack, *FEW)
+        assert decision.withheld
+        costs.append(decision.cost_seconds)
+    forward, backward = costs
+    assert forward == 0
+    assert backward > 2 * 28e-6  # A gather and a scatter.
+
+
+AUTO_AXIS = "may add collectives that the program does not show"
+
+
+def test_work_outside_shard_map_that_the_compiler_divides() -> None:
+    """It may communicate for a sum over rows, which are sharded, and not for the sine of each."""
+    stack = on(mesh_of())
+    for fun in (jnp.sin, lambda y: y.max(1)):
+        assert decision_for(lambda *args, fun=fun: fun(stack(*args)), *FEW).allowed
+    decision = decision_for(lambda *args: stack(*args).max(0), *FEW)
+    assert not decision.allowed
+    assert decision.reason.startswith("the compiler divides reduce_max at test_peer_decision.py:")
+    assert f"over axis 'tensor' of size 4, and {AUTO_AXIS}; they are predicted to" in str(decision)
+    assert not backends_of(explain(lambda *args: stack(*args).max(0))(*FEW)) & PEERS
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_layers_of_a_flax_model(tokens: int) -> None:
+    """Each enters `shard_map` itself, and XLA divides what is between them."""
+    mesh, (features, hidden) = mesh_of(), WIDTHS
+
+    def feed_forward(x: jax.Array, kernels: Any) -> jax.Array:
+        keywords = {"mesh": mesh, "use_bias": False, "dtype": BFLOAT16, "param_dtype": BFLOAT16}
+        rngs = nnx.Rngs(0)
+        up = ColumnParallelLinear(features, hidden, rngs=rngs, **keywords)
+        down = RowParallelLinear(hidden, features, rngs=rngs, **keywords)
+        up.kernel[...], down.kernel[...] = kernels
+        norm = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True))
+        return x + down(nnx.gelu(up(norm)))
+
+    _, [kernels, _] = FEW
+    x = jax.ShapeDtypeStruct((2, tokens, features), BFLOAT16)
+    decision = decision_for(feed_forward, x, kernels)
+    assert decision.allowed
+    assert decision.cost_seconds == 0
+    assert backends_of(explain(feed_forward)(x, kernels)) & PEERS
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_shard_map_that_leaves_an_axis_to_the_compiler(size: int) -> None:
+    def double(x: jax.Array, weights: Any) -> jax.Array:
+        return 2 * x
+
+    mesh = mesh_of(data=size)
+    partly = sharded(double, mesh, axis_names={AXIS}, check_vma=False)
+    whole = sharded(blocks, mesh)
+    decision = decision_for(lambda *args: whole(partly(*args), args[1]), *FEW)
+    assert decision.allowed == (size == 1)
+    assert (f"over axis 'data' of size 2, and {AUTO_AXIS}" in decision.reason) == (size == 2)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        jax.jit,
+        lambda fun: lambda x, w: fun(x.astype(jnp.float32).astype(x.dtype), w),
+        lambda fun: lambda x, w: (fun(x, w), jnp.arange(5), jnp.float32(1) + 2),
+        lambda fun: lambda x, w: lax.scan(lambda x, _: (fun(x, w), None), x, length=2)[0],
+        lambda fun: lambda x, w: jax.checkpoint(fun)(fun(x, w), w),
+    ],
+    ids=["jit", "cast", "constants", "scan", "checkpoint"],
+)
+def test_calls_of_shard_map_alone_are_shown(around: Callable) -> None:
+    assert decision_for(around(on(mesh_of())), *FEW).allowed
+
+
+def test_a_shard_map_within_another_shows_its_collectives() -> None:
+    mesh = mesh_of(data=2)
+
+    def outer(x: jax.Array, weights: Any) -> jax.Array:
+        inner = jax.shard_map(
+            blocks,
+            in_specs=(P(AXIS), [(P(None, AXIS), P(AXIS))] * 2),
+            out_specs=P(AXIS),
+            axis_names={AXIS},
+            check_vma=False,
+        )
+        return inner(x, weights)
+
+    fun = jax.shard_map(
+        outer, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
+    assert decision_for(fun, *FEW).allowed
+
+
+def test_programs_of_overlap() -> None:
+    """A psum of one number stays. For plain programs explain says what overlap would do."""
+    shapes = flat_arguments(64, *WIDTHS, dtype=BFLOAT16)
+    decision = decision_for(overlap(plain(mesh_of())), *shapes)
+    assert decision.allowed
+    assert decision.cost_seconds == pytest.approx(28e-6, rel=0.01)
+    assert backends_of(explain(overlap(plain(mesh_of())))(*shapes)) <= PEERS
+    explanation = explain(plain(mesh_of()))(*shapes)
+    assert not explanation.peer_kernels.allowed
+    chosen = [site.decision.implementation for site in explanation.plain if site.decision]
+    assert set(chosen) <= PEERS
+
+
+def test_what_jax_has_traced_before_counts() -> None:
+    """JAX takes a jitted block from its cache, where nothing is decided again."""
+    block = jax.jit(on(mesh_of()))
+    gains = []
+    for calls in (1, 2):
+
+        def program(x: jax.Array, weights: Any, calls: int = calls) -> jax.Array:
+            for _ in range(calls):
+                x = block(x, weights)
+            return x
+
+        gains.append(decision_for(program, *FEW).gain_seconds)
+    assert gains[1] == pytest.approx(2 * gains[0])
+
+
+def test_decisions_are_numbered_only_while_they_are_undecided() -> None:
+    before = len(PROCESS_COUNTER.decisions)
+    for value in (False, True):
+        text = str(overlap_jit(on(mesh_of()), peer_kernels=value).trace(*FEW).jaxpr)
+        assert "collective_matmul.decision" not in text
+    assert len(PROCESS_COUNTER.decisions) == before
+
+
+def test_requests_that_were_not_allowed_say_why() -> None:
+    fun = on(mesh_of(), implementation=("fused", "ring"))
+    assert backends_of(explain(fun)(*FEW)) <= {"fused", "ring"}
+    explanation = explain(lambda *args: fun(*args).max(0))(*FEW)
+    assert backends_of(explanation) == {"ring"}
+    for decision in explanation.decisions:
+        assert decision.reason.startswith(
+            "fallback: fused is not possible: overlap_jit does not allow kernels to address peers'"
+            " memory: the compiler divides reduce_max at "
+        )

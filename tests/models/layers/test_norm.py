@@ -1,0 +1,62 @@
+"""The norm, and when the gradient of its scale is computed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from models.layers.norm import RMSNorm
+from tests.conftest import MeshFactory
+from tests.reference import AXIS
+
+FEATURES = 16
+
+
+def loss(beside: bool, scale: jax.Array, x: jax.Array) -> jax.Array:
+    """Adds a residual stream and its norm."""
+    norm = RMSNorm(FEATURES, epsilon=1e-5)
+    norm.scale.set_value(scale)
+    x, normed = norm.beside(x) if beside else (x, norm(x))
+    return jnp.sum(jnp.sin(x + 3 * normed))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_norm_beside_its_stream_has_the_same_gradients(
+    devices: int, make_mesh: MeshFactory
+) -> None:
+    rng = np.random.default_rng(0)
+    scale, x = rng.normal(size=FEATURES), rng.normal(size=(8, FEATURES))
+    operands = jnp.float32(scale), jnp.float32(x)
+
+    def gradients(beside: bool) -> Any:
+        local = jax.grad(functools.partial(loss, beside), argnums=(0, 1))
+        specs = P(), P(AXIS)
+        return jax.shard_map(
+            local, mesh=make_mesh({AXIS: devices}), in_specs=specs, out_specs=specs
+        )
+
+    for beside, alone in zip(gradients(True)(*operands), gradients(False)(*operands), strict=True):
+        np.testing.assert_array_equal(beside, alone)
+    whole = jax.grad(functools.partial(loss, False), argnums=(0, 1))(*operands)
+    for beside, expected in zip(gradients(True)(*operands), whole, strict=True):
+        np.testing.assert_allclose(beside, expected, rtol=1e-5, atol=1e-6)  # Sums of few terms.
+
+
+def test_gradients_wait_for_each_other_before_devices_add_theirs(make_mesh: MeshFactory) -> None:
+    """What a device has summed takes little memory, and sums over devices can be collected."""
+    local = jax.grad(functools.partial(loss, True), argnums=(0, 1))
+    specs = P(), P(AXIS)
+    sharded = jax.shard_map(local, mesh=make_mesh({AXIS: 2}), in_specs=specs, out_specs=specs)
+    (outer,) = jax.make_jaxpr(sharded)(jnp.ones(FEATURES), jnp.ones((8, FEATURES))).jaxpr.eqns
+    equations = outer.params["jaxpr"].eqns
+    names = [equation.primitive.name for equation in equations]
+    barrier = equations[names.index("optimization_barrier")]
+    assert [v.aval.shape for v in barrier.outvars] == [(4, FEATURES), (FEATURES,)]
+    (total,) = (e for e in equations if e.primitive.name.startswith("psum"))
+    assert total.invars[0] is barrier.outvars[1]

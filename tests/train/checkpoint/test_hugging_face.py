@@ -1,0 +1,109 @@
+"""A run that begins with a Hugging Face folder, and what can be done with its checkpoints."""
+
+from __future__ import annotations
+
+import shlex
+
+import numpy as np
+import pytest
+
+from models.command_line import main as models_main
+from models.config import debug
+from models.hugging_face import ModelFolder
+from tests.models.hugging_face.folders import DATA
+from tests.models.hugging_face.tiny_folders import FOLDERS
+from train.config.config import Config
+from train.config.model_folder import with_model_of
+from train.log.log_file import read_log
+from train.run.command_line import main
+
+RUN = shlex.split(
+    "--overlap xla --batch-size 4 --sequence-length 16 --log-interval 1 --compute-dtype float32"
+    " --optimizer.warmup-steps 1"
+)
+
+
+def losses(log) -> list[float]:
+    return [event["loss"] for event in read_log(str(log)) if event["event"] == "step"]
+
+
+def test_every_mesh_and_layout_begins_with_the_same_weights(tmp_path):
+    """The first loss of a run is that of the weights it was given."""
+    first = []
+    for number, flags in enumerate(
+        (
+            "--mesh.tensor 1 --mesh.data 1",
+            "--mesh.tensor 4 --mesh.fsdp 2 --zero 3",
+            "--mesh.tensor 2 --mesh.data 1 --scan-layers 1",
+        )
+    ):
+        log = tmp_path / f"{number}.jsonl"
+        given = ["--init-from", str(DATA / "qwen2"), "--steps", "1", "--log-file", str(log)]
+        main([*RUN, *flags.split(), *given])
+        first += losses(log)
+    np.testing.assert_allclose(first, first[0], rtol=1e-5)
+
+
+def test_a_fine_tuned_model_is_exported_and_a_run_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr("models.command_line._simulate", lambda devices: None)
+    saved = ["--checkpoint-dir", str(tmp_path / "saved"), "--mesh.tensor", "2", "--mesh.data", "1"]
+    main([*RUN, "--init-from", str(DATA / "mistral"), "--steps", "2", *saved])
+    # Neither the model nor the tokenizer has to be named again.
+    log = tmp_path / "resumed.jsonl"
+    main([*RUN, "--steps", "3", "--resume", "--log-file", str(log), *saved])
+    assert len(losses(log)) == 1
+    models_main(["export", str(tmp_path / "saved"), str(tmp_path / "out")])
+    original, trained = ModelFolder(DATA / "mistral"), ModelFolder(tmp_path / "out")
+    assert trained.config == original.config
+    assert trained.dtypes == original.dtypes
+    name, whole = "model.layers.0.mlp.up_proj.weight", [slice(None)] * 2
+    assert not np.array_equal(trained.read(name, whole), original.read(name, whole))
+    assert trained.stop_tokens == original.stop_tokens == (257, 259)
+
+
+def test_a_model_with_experts_is_fine_tuned_alike_on_meshes_and_exported(tmp_path, monkeypatch):
+    monkeypatch.setattr("models.command_line._simulate", lambda devices: None)
+    of_meshes = []
+    for number, flags in enumerate(
+        ("--mesh.tensor 2 --mesh.fsdp 2 --zero 3", "--mesh.tensor 1 --mesh.data 2 --scan-layers 1")
+    ):
+        log, saved = tmp_path / f"{number}.jsonl", str(tmp_path / f"saved{number}")
+        given = ["--init-from", str(DATA / "mixtral"), "--steps", "3", "--log-file", str(log)]
+        main([*RUN, *flags.split(), *given, "--checkpoint-dir", saved])
+        of_meshes.append(losses(log))
+    np.testing.assert_allclose(of_meshes[1], of_meshes[0], rtol=1e-4)
+    models_main(["export", str(tmp_path / "saved0"), str(tmp_path / "out")])
+    original, trained = ModelFolder(DATA / "mixtral"), ModelFolder(tmp_path / "out")
+    assert trained.config == original.config
+    name, whole = "model.layers.1.block_sparse_moe.experts.3.w2.weight", [slice(None)] * 2
+    assert not np.array_equal(trained.read(name, whole), original.read(name, whole))
+
+
+def test_a_run_has_the_head_that_is_stored_beside_a_tied_embedding(tmp_path):
+    FOLDERS["tied, head differs"](tmp_path)
+    config = with_model_of(Config(debug(), init_from=str(tmp_path)))
+    assert not config.model.tied_head
+    FOLDERS["tied, no head"](tmp_path)
+    assert with_model_of(Config(debug(), init_from=str(tmp_path))).model.tied_head
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--model.num-layers", "4"], "its model is another one: model.num_layers=4, not 2; leave"),
+        (["--tokenizer", "missing.json"], "tokenizer='missing.json'"),
+        (["--mesh.tensor", "8"], "num_heads=4 is not divisible by a tensor axis of 8 devices"),
+    ],
+)
+def test_what_does_not_fit_the_folder_is_refused(capsys, flags, sentence):
+    with pytest.raises(SystemExit):
+        main([*RUN, "--init-from", str(DATA / "qwen3"), *flags])
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_damaged_folder_is_refused(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main([*RUN, "--init-from", str(tmp_path)])
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"init_from='{tmp_path}'" in error and "model_type=None is not known" in error

@@ -1,0 +1,117 @@
+"""Configuration files: what ``--print-config`` writes is read back, and flags override it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.config.presets import PRESETS
+from train.run.command_line import main, parse
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main([*arguments, "--print-config"])
+    return capsys.readouterr().out
+
+
+def written(path: Path, values: Any) -> list[str]:
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return ["--config", str(path)]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--print-config"])
+    assert stopped.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+CHANGES = (
+    "--model.tied-head --optimizer.clip-norm inf --optimizer.decay-steps 9 --data -x --resume"
+    " --model.rotary-scaling.factor 8 --optimizer.learning-rate 1e-05 --no-dry-run"
+)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_printed_configuration_is_read_back(capsys, tmp_path, preset):
+    changes = shlex.split(CHANGES.replace("--data -x", "--data=-x"))
+    text = printed(capsys, "--preset", preset, *changes)
+    assert json.loads(text)["optimizer"]["learning_rate"] == 1e-5
+    file = written(tmp_path / "config.json", text)
+    assert printed(capsys, *file) == text
+    # The file does not ask to be printed.
+    config = parse(file)
+    assert not config.print_config
+    assert (config.config, config.data, config.model.tied_head) == (file[1], "-x", True)
+
+
+def test_flags_override_the_file_wherever_they_stand(tmp_path):
+    file = written(
+        tmp_path / "f", {"preset": "llama3-8b", "steps": 5, "resume": True, "seed": 3, "data": "x"}
+    )
+    for arguments in (
+        [*file, "--steps", "7", "--no-resume", "--data", "None"],
+        ["--steps", "7", "--no-resume", "--data", "None", *file],
+    ):
+        config = parse(arguments)
+        assert (config.steps, config.resume, config.seed, config.data) == (7, False, 3, None)
+        # The file leaves out the rest, which is that of its preset.
+        assert config.model == PRESETS["llama3-8b"]().model
+
+
+def test_a_file_without_a_preset_changes_the_one_that_is_asked_for(tmp_path):
+    file = written(tmp_path / "f", {"optimizer": {"b1": 0.5}, "mesh": {}})
+    assert parse(file).model == PRESETS["debug"]().model
+    config = parse([*file, "--preset", "llama3-8b"])
+    assert config.model == PRESETS["llama3-8b"]().model
+    assert (config.optimizer.b1, config.optimizer.b2) == (0.5, 0.95)
+
+
+def test_a_file_of_an_earlier_release_is_read_with_current_names(tmp_path):
+    file = written(tmp_path / "f", {"keep": 7, "overlap": "bulk", "print_config": True, "steps": 5})
+    config = parse(file)
+    assert (config.max_to_keep, config.overlap) == (7, "xla")
+    # Its schedule is as long as the run, however long that is.
+    assert parse([*file, "--steps", "9"]).optimizer.decay_steps is None
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"optimizer": {"learning_rat": 1}}, "unknown key 'optimizer.learning_rat'; did you mean"),
+        ({"zzz": 1}, "unknown key 'zzz'; see --print-config"),
+        ({"steps": {"first": 1}}, "unknown key 'steps.first'"),
+        ({"model": 5}, "model: expected an object with names such as"),
+        ({"steps": [1]}, "steps=[1]: expected a number, a string or null"),
+        ({"steps": True}, "steps=true: expected a number, a string or null"),
+        ({"resume": "yes"}, 'resume="yes": expected true or false'),
+        ({"preset": "llama"}, "preset='llama': expected one of debug"),
+        ({"preset": []}, "preset=[]: expected one of debug"),
+        ([1], "expected a JSON object with the names of flags"),
+        ("{", "is not JSON (Expecting property name"),
+        ("[" * 100_000, "is not JSON"),
+        # Read as the flag of that name.
+        ({"steps": "many"}, "--steps"),
+        ({"remat": "sometimes"}, "--remat"),
+        ({"steps": None}, "--steps"),
+        ({"optimizer": {"b1": {}}}, "optimizer.b1={}: expected a number"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_a_configuration_is_refused(capsys, tmp_path, values, sentence):
+    message = refused(capsys, *written(tmp_path / "f", values))
+    assert sentence in message
+    assert "/f" in message
+
+
+def test_a_file_that_cannot_be_read_is_refused(capsys, tmp_path):
+    message = refused(capsys, "--config", str(tmp_path / "none"))
+    assert re.search(r"config='.*/none': cannot be read \(No such file", message)
+    assert "Is a directory" in refused(capsys, "--config", str(tmp_path))
+    file = written(tmp_path / "f", {"preset": "debug"})
+    assert "leave out --preset" in refused(capsys, *file, "--preset", "llama3-8b")
+    assert parse([*file, "--preset", "debug"]).preset == "debug"

@@ -1,0 +1,347 @@
+"""The plan: its table for known machines, and predictions beside what was measured or traced.
+
+Measured steps are those of benchmarks/reports. The rates were fitted to some of them, so these
+tests say that the arithmetic is what it was, not how good it is for other configurations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from train.config import defaults
+from train.config.checks import check
+from train.config.config import Config, MeshConfig, MeshSizes
+from train.config.presets import PRESETS
+from train.log.metrics import Record
+from train.memory.device_memory import GPUS
+from train.memory.step_memory import memory_of
+from train.parallel.mesh import make_abstract_mesh, mesh_sizes
+from train.plan.candidates import Machine, Plan, make_plan
+from train.plan.memory_estimate import predict_memory
+from train.plan.mesh_choice import SAVED_SIZES, planned_mesh_sizes
+from train.plan.rates import RATES
+from train.plan.run import describe_step_time, predict_run
+from train.plan.step_time import predict
+from train.run.command_line import main, parse
+
+H100, H200 = (GPUS[name].device.device_kind for name in ("H100", "H200"))
+TENSOR, FSDP = MeshSizes(tensor=2), MeshSizes(fsdp=2)
+
+
+def config(preset: str = "llama3-8b", layers: int | None = None, **changes) -> Config:
+    default = PRESETS[preset]()
+    layers = layers or default.model.num_layers
+    model = dataclasses.replace(default.model, num_layers=layers)
+    return dataclasses.replace(default, model=model, **changes)
+
+
+def plan_of(preset: str, devices: int, layers: int | None = None, **changes) -> Plan:
+    machine = Machine(devices, H100, GPUS["H100"].memory)
+    return make_plan(config(preset, layers, **changes), machine)
+
+
+STACKED: dict[str, Any] = {"remat": "full", "scan_layers": 1}
+LONG: dict[str, Any] = {"loss_chunk": 4096, **STACKED}
+# Llama 3 8B: layers, sequences, length, mesh, other settings, GPU, kernel of attention, ms.
+MEASURED = {
+    # 2026-11-25-train-8b-2-h200.md
+    "8B": (32, 2, 8192, TENSOR, {}, H200, "cudnn", 778.5),
+    "8B tensorwise": (32, 2, 8192, TENSOR, {"fp8": "tensorwise"}, H200, "cudnn", 606.5),
+    "8B rowwise": (32, 2, 8192, TENSOR, {"fp8": "rowwise"}, H200, "cudnn", 664.5),
+    "8B ZeRO 3": (32, 2, 8192, FSDP, {"zero": 3}, H200, "cudnn", 791.3),
+    "8B ZeRO 3 tensorwise": (
+        32, 2, 8192, FSDP, {"zero": 3, "fp8": "tensorwise"}, H200, "cudnn", 626.6
+    ),
+    # 2026-11-25-train-2-h100, 2026-11-25-attention-step-2-h100, 2026-11-23-step-1-h200.md
+    "8 layers": (8, 1, 8192, TENSOR, {}, H100, "cudnn", 128.2),
+    "8 layers flash3": (8, 1, 8192, TENSOR, {}, H100, "flash3", 125.0),
+    "8 layers without rings": (8, 1, 8192, TENSOR, {"overlap": "xla"}, H100, "cudnn", 134.4),
+    "8 layers ZeRO 3 full": (
+        8, 2, 8192, FSDP, {"zero": 3, "remat": "full"}, H100, "cudnn", 287.9
+    ),
+    "8 layers 32k dots": (8, 1, 32768, TENSOR, {"remat": "dots"}, H100, "flash3", 611.5),
+    "8 layers, one GPU": (8, 1, 8192, MeshSizes(), {}, H200, "cudnn", 238.5),
+    # 2026-11-22-train-4-h200, 2026-11-25-restructured-2-h100.md
+    "8 layers, tensor 4": (8, 1, 8192, MeshSizes(tensor=4), {}, H200, "cudnn", 68.4),
+    "2 layers ZeRO 3": (2, 2, 8192, FSDP, {"zero": 3}, H100, "cudnn", 97.0),
+    # Shapes that nothing was fitted to.
+    # 2026-11-27-lora-2-h100.md, 2026-11-26-context-2-h100.md
+    "full, stacked": (32, 2, 4096, TENSOR, STACKED, H100, "flash3", 485.5),
+    "128k": (8, 1, 131072, TENSOR, LONG, H100, "flash3", 6025),
+    "128k over context": (
+        8, 1, 131072, MeshSizes(context=2), {"zero": 3, **LONG}, H100, "flash3", 6105
+    ),
+    "6 layers": (6, 1, 6144, TENSOR, {}, H100, "cudnn", 78.0),
+    "6 layers tensorwise": (6, 1, 6144, TENSOR, {"fp8": "tensorwise"}, H100, "cudnn", 67.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_predictions_are_near_what_was_measured(name: str) -> None:
+    layers, sequences, length, sizes, changes, kind, attention, measured = MEASURED[name]
+    shape = {"batch_size": sequences, "sequence_length": length}
+    predicted = predict(config(layers=layers, **shape, **changes), sizes, kind, attention=attention)
+    assert 1e3 * predicted.time.total == pytest.approx(measured, rel=0.06)
+    assert predicted.time.total == pytest.approx(sum(predicted.time.by_part.values()))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "sequences", "length", "measured"),
+    [(FSDP, "fsdp", 4, 8192, 169.7), (TENSOR, "tensor", 2, 16384, 193.8)],
+)
+def test_predictions_for_experts(sizes, axes, sequences, length, measured) -> None:
+    """The report train-experts-2-h100 had the logits of all tokens at one time."""
+    run = config(
+        "qwen3-30b-a3b", 4, batch_size=sequences, sequence_length=length, expert_axes=axes,
+        zero=3 if sizes.fsdp > 1 else 0, balance_loss_weight=0.0, loss_chunk=0,
+    )  # fmt: skip
+    predicted = predict(run, sizes, H100, attention="flash3")
+    assert 1e3 * predicted.time.total == pytest.approx(measured, rel=0.06)
+
+
+# Peaks of these reports, of compiled-memory-4-h200 (2026-11-25) and of train-experts-2-h100:
+# preset, layers, sequences, length, mesh, other settings, GiB.
+_EXPERTS = {"balance_loss_weight": 0.0, "loss_chunk": 0}
+PEAKS = {
+    "8B": ("llama3-8b", 32, 2, 8192, TENSOR, {}, 89.9),
+    "8B tensorwise": ("llama3-8b", 32, 2, 8192, TENSOR, {"fp8": "tensorwise"}, 82.4),
+    "8B ZeRO 3": ("llama3-8b", 32, 2, 8192, FSDP, {"zero": 3}, 83.9),
+    "8B ZeRO 3 rowwise": ("llama3-8b", 32, 2, 8192, FSDP, {"zero": 3, "fp8": "rowwise"}, 87.2),
+    "8B fsdp 4": ("llama3-8b", 32, 4, 8192, MeshSizes(fsdp=4), {"zero": 3}, 61.0),
+    "8B 2 × 2": ("llama3-8b", 32, 2, 8192, MeshSizes(fsdp=2, tensor=2), {"zero": 3}, 42.0),
+    "8B tensor 4": ("llama3-8b", 32, 1, 8192, MeshSizes(tensor=4), {}, 35.1),
+    "8 layers": ("llama3-8b", 8, 1, 8192, TENSOR, {}, 24.0),
+    "full": ("llama3-8b", 8, 2, 8192, FSDP, {"zero": 3, "remat": "full"}, 21.5),
+    "dots": ("llama3-8b", 8, 1, 32768, TENSOR, {"remat": "dots"}, 37.3),
+    "2 layers": ("llama3-8b", 2, 2, 8192, FSDP, {"zero": 3}, 15.5),
+    "full, stacked": ("llama3-8b", 32, 2, 4096, TENSOR, STACKED, 60.4),
+    "128k": ("llama3-8b", 8, 1, 131072, TENSOR, LONG, 40.2),
+    "128k over context": (
+        "llama3-8b", 8, 1, 131072, MeshSizes(context=2), {"zero": 3, **LONG}, 40.9
+    ),
+    "experts over fsdp": (
+        "qwen3-30b-a3b", 4, 4, 8192, FSDP, {"zero": 3, "expert_axes": "fsdp", **_EXPERTS}, 34.8
+    ),
+    "experts over tensor": ("qwen3-30b-a3b", 4, 2, 16384, TENSOR, _EXPERTS, 35.2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_memory_is_near_what_was_measured(name: str) -> None:
+    preset, layers, sequences, length, sizes, changes, measured = PEAKS[name]
+    run = config(preset, layers, batch_size=sequences, sequence_length=length, **changes)
+    assert predict_memory(run, sizes).total / 2**30 == pytest.approx(measured, rel=0.035)
+
+
+# What a dry run traces, and the arithmetic: sequences, mesh, settings.
+TRACED = {
+    "one": (1, MeshSizes(), {}),
+    "tensor": (2, TENSOR, {"remat": "dots"}),
+    "ZeRO 3": (2, FSDP, {"zero": 3, "remat": "full"}),
+    "ZeRO 3 tensor": (4, MeshSizes(fsdp=2, tensor=2), {"zero": 3}),
+    "ZeRO 1 data": (4, MeshSizes(data=2, fsdp=2), {"zero": 1}),
+    "microbatches": (4, TENSOR, {"gradient_accumulation_steps": 4}),
+    "ZeRO 2 microbatches": (8, MeshSizes(fsdp=4), {"zero": 2, "gradient_accumulation_steps": 2}),
+    "context": (2, MeshSizes(fsdp=2, tensor=2, context=2), {"zero": 3, "remat": "dots"}),
+    "scan": (4, MeshSizes(fsdp=4), {"zero": 3, "scan_layers": 1}),
+    "tensorwise": (2, TENSOR, {"fp8": "tensorwise"}),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_memory_is_near_what_a_dry_run_traces(name: str) -> None:
+    """A dry run takes the gradient of the logits to be written in their place."""
+    sequences, sizes, changes = TRACED[name]
+    run = config(layers=3, batch_size=sequences, sequence_length=4096, **changes)
+    check(run, sizes)
+    traced = memory_of(run, make_abstract_mesh(sizes, GPUS["H100"].device), local_devices=8)
+    estimate = predict_memory(run, sizes)
+    assert estimate.state == pytest.approx(traced.state, rel=0.002)
+    assert 0.95 <= estimate.total / traced.total <= 1.10
+
+
+def test_memory_of_experts() -> None:
+    sizes = MeshSizes(fsdp=2, tensor=2)
+    shape = {"batch_size": 4, "sequence_length": 2048, "zero": 3, "expert_axes": "both"}
+    run = config("mixtral-8x7b", 2, **shape)
+    traced = memory_of(run, make_abstract_mesh(sizes, GPUS["H100"].device), local_devices=8)
+    assert 0.95 <= predict_memory(run, sizes).total / traced.total <= 1.10
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-32b", "llama3-70b", "llama3-405b"])
+def test_plans_of_known_machines(preset: str) -> None:
+    for devices in (2, 8, 64, 512):
+        plan = plan_of(preset, devices)
+        times = [candidate.seconds for candidate in plan.candidates]
+        assert times == sorted(times)
+        meshes = [candidate.sizes for candidate in plan.candidates]
+        assert len(meshes) == len(set(meshes))
+        for candidate in plan.candidates:
+            assert candidate.sizes.devices == devices
+            assert candidate.config.fp8 is None
+            assert 0.1 < candidate.prediction.mfu < 0.7
+            assert candidate.memory.total < 80e9
+            check(candidate.config, candidate.sizes)
+            beyond_a_node = "between nodes" in candidate.prediction.extrapolated
+            assert beyond_a_node == (devices > 8)
+        assert sum(plan.refused.values()) > 0
+
+
+def test_8_gpus_of_8b_prefer_shards_of_weights_to_a_long_tensor_axis() -> None:
+    plan = plan_of("llama3-8b", 8)
+    times = {candidate.sizes: candidate.seconds for candidate in plan.candidates}
+    assert plan.candidates[0].sizes.tensor <= 2
+    assert times[MeshSizes(fsdp=4, tensor=2)] < times[MeshSizes(fsdp=2, tensor=4)]
+    assert times[MeshSizes(fsdp=4, tensor=2)] < times.get(MeshSizes(tensor=8), 1e9)
+
+
+def test_what_cannot_fit_says_why() -> None:
+    for devices in (2, 8, 64):
+        plan = plan_of("llama3-405b", devices)
+        assert not plan.candidates
+        assert plan.refused.most_common(1)[0][0] == "state does not fit"
+        assert "4,870 GB of 74 GB" in plan.examples["state does not fit"]
+
+
+def test_flags_that_differ_from_the_preset_are_kept() -> None:
+    plan = plan_of("llama3-8b", 8, zero=3, remat="full", batch_size=16)
+    assert plan.candidates
+    for candidate in plan.candidates:
+        kept = candidate.config
+        assert (kept.zero, kept.remat, kept.batch_size) == (3, "full", 16)
+    tensor_8 = dataclasses.replace(config().mesh, tensor=8)
+    assert {c.sizes for c in plan_of("llama3-8b", 8, mesh=tensor_8).candidates} <= {
+        MeshSizes(tensor=8)
+    }
+
+
+def test_a_slower_network_takes_longer_beyond_a_node_alone() -> None:
+    run, sizes = config(zero=3, batch_size=64), MeshSizes(fsdp=64)
+    fast, slow = (predict(run, sizes, H100, network_bytes=n).time for n in (50e9, 5e9))
+    assert slow.weight_gathers > fast.weight_gathers
+    assert slow.matmuls == fast.matmuls
+    # What computation cannot hide grows with the time of the network.
+    first, second = (predict(run, sizes, H100, network_bytes=n).time for n in (5e7, 5e6))
+    assert second.weight_gathers == pytest.approx(10 * first.weight_gathers, rel=0.1)
+    one = [predict(config(zero=3), MeshSizes(fsdp=8), H100, network_bytes=n) for n in (50e9, 5e9)]
+    assert one[0] == one[1]
+
+
+def test_what_computes_again_or_in_float32_takes_longer() -> None:
+    def seconds(**changes) -> float:
+        run = config(layers=8, loss_chunk=0, **changes)
+        return predict(run, MeshSizes(), H100).time.total
+
+    assert seconds() < seconds(remat="dots") < seconds(remat="full")
+    assert seconds(fp8="tensorwise") < seconds(fp8="rowwise") < seconds()
+    assert seconds() < seconds(compute_dtype="float32")
+    assert seconds() < seconds(scan_layers=1)
+    assert seconds() < seconds(gradient_accumulation_steps=8)
+
+
+def test_the_largest_plan_takes_seconds() -> None:
+    started = time.perf_counter()
+    plan_of("llama3-405b", 512)
+    assert time.perf_counter() - started < 60
+
+
+def test_the_command_of_the_best_can_be_run(capsys) -> None:
+    arguments = ["--preset", "llama3-8b", "--model.num-layers", "4", "--data", "text/*"]
+    main(["--plan", *arguments, "--device", "H100", "--devices", "4", "--mesh.data", "0"])
+    output = capsys.readouterr().out
+    [command] = re.findall("^to run the first: python -m train (.*)$", output, re.MULTILINE)
+    best = plan_of("llama3-8b", 4, layers=4).candidates[0]
+    again = parse(shlex.split(command))
+    assert again.data == "text/*"
+    assert again == dataclasses.replace(best.config, data="text/*")
+    assert again.mesh == MeshConfig(*best.sizes)
+    first = output.splitlines()[2]
+    assert str(best.sizes) in first
+    assert f"{best.prediction.mfu:.1%}" in first
+    assert output.count("tensorwise") + output.count("rowwise") == 3
+
+
+def test_a_plan_needs_to_know_its_machine(capsys) -> None:
+    for arguments, sentence in (
+        ([], "add --devices"),
+        (["--devices", "0"], "devices=0"),
+        (["--devices", "2", "--plan-network", "0"], "plan_network=0"),
+        (["--devices", "2", "--lora.rank", "8"], "train all parameters"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["--plan", "--preset", "llama3-8b", "--device", "H100", *arguments])
+        assert sentence in capsys.readouterr().err
+
+
+def test_predicted_beside_measured() -> None:
+    def record(seconds: float) -> Record:
+        return Record(1, 2.0, 1.0, 1e-3, 1.0, 1.0, None, None, seconds, 0.0)
+
+    run = config(layers=8, batch_size=1)
+    prediction = predict_run(run, TENSOR, H100, "cudnn")
+    line = describe_step_time(prediction, [record(1.5), record(0.131), record(0.130), record(0.2)])
+    assert line == f"step time: predicted {1e3 * prediction.time.total:.0f} ms, measured 131 ms"
+    assert "measured 1,500 ms" in describe_step_time(prediction, [record(1.5)])
+    with pytest.raises(ValueError, match="no rates of cpu"):
+        predict_run(run, TENSOR, "cpu", "cudnn")
+
+
+def test_a_run_ends_with_its_predicted_step_time(monkeypatch, capsys) -> None:
+    arguments = "--preset debug --steps 2 --log-interval 1 --batch-size 2 --sequence-length 32"
+    arguments += " --model.num-layers 1 --mesh.data 1 --mesh.tensor 2"
+    monkeypatch.setitem(RATES, "cpu", RATES[H100])
+    main(arguments.split())
+    line = r"^step time: predicted \d+\.\d ms, measured [\d,.]+ ms$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_dry_run_ends_with_the_predicted_step_time(capsys) -> None:
+    arguments = "--dry-run --preset llama3-8b --model.num-layers 1 --batch-size 1 --mesh.data 1"
+    main([*arguments.split(), "--mesh.tensor", "2", "--device", "H100"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    run = config(layers=1, batch_size=1)
+    kernels = ("cudnn", "flash3")  # Which one depends on what is installed.
+    assert last in [str(predict_run(run, TENSOR, H100, kernel)) for kernel in kernels]
+
+
+def test_a_tensor_axis_of_0_takes_the_fastest_size_that_fits() -> None:
+    run = config(zero=3)
+    assert planned_mesh_sizes(run, 8, 8, H100) == MeshSizes(fsdp=8)
+    assert planned_mesh_sizes(run, 8, 8, "cpu") == mesh_sizes(run, 8, 8) == MeshSizes(tensor=8)
+    # Fewer sequences than devices: the batch does not divide a longer fsdp axis.
+    four = dataclasses.replace(run, batch_size=4)
+    assert planned_mesh_sizes(four, 8, 8, H100) == MeshSizes(fsdp=4, tensor=2)
+    # What replicates its state fits with fewer replicas alone.
+    assert planned_mesh_sizes(config(), 8, 8, H100) == MeshSizes(data=2, tensor=4)
+    asked = dataclasses.replace(run, mesh=MeshConfig(tensor=4))
+    assert planned_mesh_sizes(asked, 8, 8, H100) == MeshSizes(fsdp=2, tensor=4)
+    assert planned_mesh_sizes(config("llama3-405b"), 8, 8, H100) == MeshSizes(tensor=8)
+
+
+def test_a_resumed_run_keeps_its_mesh(monkeypatch) -> None:
+    saved = {SAVED_SIZES: MeshSizes(fsdp=2, tensor=4)._asdict()}
+
+    def found(path: str) -> SimpleNamespace:
+        assert path == "run"
+        return SimpleNamespace(configuration=lambda: saved)
+
+    monkeypatch.setattr(defaults, "find_checkpoint", found)
+    run = config(zero=3, checkpoint_dir="run", resume=True)
+    assert planned_mesh_sizes(run, 8, 8, H100) == MeshSizes(fsdp=2, tensor=4)
+    # Other numbers of devices, a run that begins, and flags have a mesh of their own.
+    assert planned_mesh_sizes(run, 4, 4, H200) != MeshSizes(fsdp=2, tensor=4)
+    begins = dataclasses.replace(run, resume=False)
+    assert planned_mesh_sizes(begins, 8, 8, H100) == MeshSizes(fsdp=8)
+    asked = dataclasses.replace(run, mesh=MeshConfig(tensor=2))
+    assert planned_mesh_sizes(asked, 8, 8, H100) == MeshSizes(fsdp=4, tensor=2)
+
+
+def test_every_gpu_of_a_dry_run_has_rates() -> None:
+    assert {gpu.device.device_kind for gpu in GPUS.values()} == RATES.keys()

@@ -1,0 +1,173 @@
+"""Processes that train together compute what one process with all their devices computes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.checkpoint.saved_checkpoint import whole_steps
+from tests.train import process_faults
+from tests.train.faults import curve, reread
+from tests.train.processes.test_launchers import OPEN_MPI, SLURM
+from tests.train.trainers import ARGUMENTS, Trainers, train
+from train.log.log_file import read_log
+from train.run.command_line import main
+
+# The rounding of bfloat16 activations, where sums of devices are added in another order.
+TOLERANCE = 2e-3
+
+
+def flags(folder: Path, name: str, more: str = "") -> list[str]:
+    named = ["--checkpoint-dir", str(folder / name), "--log-file", str(folder / f"{name}.jsonl")]
+    return [*named, *shlex.split(more)]
+
+
+def assert_same_curve(actual: Path, expected: Path) -> None:
+    actual_curve, expected_curve = curve(actual), curve(expected)
+    assert actual_curve.keys() == expected_curve.keys()
+    for step, values in expected_curve.items():
+        np.testing.assert_allclose(actual_curve[step], values, rtol=TOLERANCE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("settings", "resumed"),
+    [
+        ("--mesh.data 2", ""),
+        ("--mesh.fsdp 2 --zero 3 --scan-layers 1 --model.num-layers 3", "--scan-layers 0"),
+        # Both processes read the same sequences, and each has its part of them.
+        ("--mesh.context 2 --mesh.data 1 --zero 3 --separate-documents", ""),
+    ],
+)
+def test_two_processes_train_as_one_and_only_the_first_prints(tmp_path, capsys, settings, resumed):
+    more = f"{settings} --mesh.tensor 1 --steps 3"
+    outputs = train(flags(tmp_path, "two", more), count=2, devices=1)
+    main([*ARGUMENTS.split(), *flags(tmp_path, "one", more)])
+    capsys.readouterr()
+    assert_same_curve(tmp_path / "two.jsonl", tmp_path / "one.jsonl")
+    assert "processes: 2, with one device each; rings" in "\n".join(outputs[0])
+    assert outputs[1] == []
+    start, *records = read_log(tmp_path / "two.jsonl")
+    assert (start["hardware"]["processes"], start["hardware"]["devices"]) == (2, 2)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    # Process 1 wrote a part of it; one process restores and verifies it.
+    assert whole_steps(tmp_path / "two") == [3]
+    more += f" {resumed} --steps 4 --resume"
+    main([*ARGUMENTS.split(), *flags(tmp_path, "two", more)])
+    assert "resumed from the checkpoint of step 3\n" in capsys.readouterr().out
+
+
+def slurm(count: int):
+    """The variables of a task, each on a node of its own that is this machine."""
+
+    def variables(number: int) -> dict[str, str]:
+        return SLURM | {
+            "SLURM_STEP_NODELIST": "localhost,localhost",
+            "SLURM_NTASKS": str(count),
+            "SLURM_STEP_NUM_TASKS": str(count),
+            "SLURM_STEP_TASKS_PER_NODE": f"1(x{count})",
+            "SLURM_PROCID": str(number),
+            "SLURM_NODEID": str(number),
+        }
+
+    return variables
+
+
+def open_mpi(count: int):
+    """The variables of a process of mpirun."""
+
+    def variables(number: int) -> dict[str, str]:
+        return OPEN_MPI | {
+            "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+            "OMPI_COMM_WORLD_SIZE": str(count),
+            "OMPI_COMM_WORLD_RANK": str(number),
+        }
+
+    return variables
+
+
+@pytest.mark.exhaustive
+def test_processes_times_devices(tmp_path):
+    """Four devices as 1 × 4, 2 × 2 and 4 × 1, started by each launcher; then a chain of resumes
+    through them."""
+    text = tmp_path / "held_out.txt"
+    text.write_text("A held-out text. " * 40)
+    steps = f"--zero 3 --optimizer.kind muon --optimizer.muon-dtype float32 --eval-data {text}"
+    steps += " --mesh.fsdp 2 --mesh.tensor 2 --eval-interval 4"
+    steps += " --save-interval 4 --optimizer.decay-steps 12 --gradient-accumulation-steps 2"
+    across = "--distributed.tensor-across-processes"
+    train(flags(tmp_path, "whole", f"{steps} --steps 8"), count=1, devices=4)
+    for name, count, launched in (("two", 2, slurm(2)), ("four", 4, open_mpi(4))):
+        options = {"count": count, "devices": 4 // count, "launched": launched}
+        train(flags(tmp_path, name, f"{steps} {across} --steps 8"), **options)
+        assert_same_curve(tmp_path / f"{name}.jsonl", tmp_path / "whole.jsonl")
+        losses = [
+            [event["loss"] for event in read_log(log) if event["event"] == "evaluation"]
+            for log in (tmp_path / f"{name}.jsonl", tmp_path / "whole.jsonl")
+        ]
+        assert len(losses[0]) == 2
+        np.testing.assert_allclose(losses[0], losses[1], rtol=TOLERANCE)
+    for last, count in ((3, 2), (6, 4), (8, 1)):
+        resume = "--resume" if last > 3 else ""
+        more = f"{steps} {across} --steps {last} {resume}"
+        train(flags(tmp_path, "chain", more), count=count, devices=4 // count)
+    assert_same_curve(tmp_path / "chain.jsonl", tmp_path / "whole.jsonl")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "struck"), [("SIGTERM", 1), ("SIGINT", 0)])
+def test_a_signal_at_one_process_saves_on_all(tmp_path, name, struck):
+    arguments = flags(tmp_path, "run", "--mesh.tensor 2 --steps 100000 --save-interval 50000")
+    number = signal.Signals[name]
+    with Trainers(arguments, count=2, devices=2) as trainers:
+        trainers.wait_for_steps(3)
+        trainers.processes[struck].send_signal(number)
+        assert trainers.finish() == [128 + number] * 2, trainers.everything()
+        (saved,) = whole_steps(tmp_path / "run")
+        assert f"{name}: stopped after step {saved}; its checkpoint" in trainers.errors[0][-1]
+        assert saved == trainers.logged[-1]
+    reread(tmp_path / "run" / f"step_{saved}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("only", "common", "sentence"),
+    [
+        ("--seed 1", "", "error: process 1 has another run than process 0: seed 1, not 0; give"),
+        ("--data missing.txt", "", "error: process 1: data='missing.txt': no file matches"),
+        ("", "--mesh.tensor 4", "error: mesh.tensor=4: the tensor axis would span processes of 2"),
+        ("", "--mesh.data 2 --mesh.tensor 1", "has 2 of 4 devices; with several processes"),
+    ],
+)
+def test_bad_input_is_refused_by_all_and_printed_by_the_first(only, common, sentence):
+    arguments = shlex.split(common)
+    with Trainers(arguments, count=2, devices=2, only={1: shlex.split(only)}) as trainers:
+        assert trainers.finish() == [2, 2], trainers.everything()
+        (line,) = trainers.errors[0]
+        assert sentence in line
+        assert trainers.errors[1] == []
+
+
+@pytest.mark.exhaustive
+def test_gpus_that_cannot_be_shared_are_refused_before_any_is_opened(tmp_path):
+    script = tmp_path / "nvidia-smi"
+    gpus = "\n".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})" for n in range(3))
+    script.write_text(f"#!/bin/sh\necho '{gpus}'\n")
+    script.chmod(0o755)
+    # JAX would find no GPU here.
+    variables = {"JAX_PLATFORMS": "cuda", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with Trainers([], count=2, devices=1, variables=variables) as trainers:
+        assert trainers.finish() == [2, 2], trainers.everything()
+        (line,) = trainers.errors[0]
+        assert line.startswith("error: processes 0, 1 are on a node where they see the same 3 GPUs")
+        assert trainers.errors[1] == []
+
+
+@pytest.mark.exhaustive
+def test_killed_processes_lose_nothing_that_was_saved(tmp_path):
+    process_faults.kill_often(tmp_path, kills=2, count=2, seed=5)

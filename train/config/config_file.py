@@ -1,0 +1,121 @@
+"""Configuration files: JSON as ``--print-config`` writes it, or a part of that."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import tyro
+from flax import traverse_util
+
+from models.checkpoint.earlier_releases import current_configuration
+from train.config.config import Config
+from train.config.defaults import with_values
+from train.config.presets import PRESETS
+
+#: Fields that say what to do with the configuration, and are no part of it.
+_NOT_WRITTEN = ("config", "print_config")
+
+
+def config_text(config: Config) -> str:
+    """The text of a file that describes the configuration."""
+    values = {name: v for name, v in config.to_json().items() if name not in _NOT_WRITTEN}
+    return json.dumps(values, indent=2)
+
+
+def read_config(
+    path: str, preset: str | None, program: str, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Config:
+    """Reads a configuration. Fields that the file leaves out have the values of its preset.
+
+    Names of earlier releases are accepted.
+
+    Args:
+      path: the file.
+      preset: the preset that was asked for beside the file, or None.
+      program: the command, for error messages.
+      defaults: values by dotted name that replace those of the preset.
+
+    Raises:
+      ValueError: the file cannot be read or is not JSON; a key is unknown; a value is not of the
+        kind of its field; `preset` is another one than the file's.
+      SystemExit: after printing which value cannot be read.
+    """
+    values = current_configuration(_read_object(path))
+    for name in _NOT_WRITTEN:
+        values.pop(name, None)
+    name = values.get("preset", preset or "debug")
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ValueError(f"config={path!r}: preset={name!r}: expected one of {', '.join(PRESETS)}")
+    if preset not in (None, name):
+        raise ValueError(
+            f"preset={preset!r}: config={path!r} was made from preset {name!r}, whose values it"
+            " holds; leave out --preset, or the file"
+        )
+    default = with_values(PRESETS[name](), defaults)
+    arguments = _as_arguments(values, default, path)
+    return tyro.cli(Config, default=default, args=arguments, prog=f"{program} --config {path}")
+
+
+def _read_object(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+    except OSError as error:
+        raise ValueError(
+            f"config={path!r}: cannot be read ({error.strerror}); give a file that"
+            " --print-config wrote"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"config={path!r}: is not JSON ({error}); give a file that --print-config wrote"
+        ) from None
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"config={path!r}: expected a JSON object with the names of flags, as --print-config"
+            f" writes it, found {type(values).__name__}"
+        )
+    return values
+
+
+def _as_arguments(values: Mapping[str, Any], default: Config, path: str) -> list[str]:
+    """The flags that set these values, so that a file and a command line are read alike."""
+    fields = traverse_util.flatten_dict(default.to_json(), sep=".")
+    arguments = []
+    flat = traverse_util.flatten_dict(dict(values), keep_empty_nodes=True, sep=".")
+    for name, value in flat.items():
+        if value is traverse_util.empty_node:
+            value = {}
+            if any(field.startswith(f"{name}.") for field in fields):
+                continue
+        if name not in fields:
+            raise ValueError(f"config={path!r}: {_unknown(name, list(fields))}")
+        flag = f"--{name.replace('_', '-')}"
+        is_flag = isinstance(fields[name], bool)
+        if isinstance(value, bool) and is_flag:
+            arguments.append(flag if value else _negated(flag))
+        elif isinstance(value, bool | list | dict) or is_flag:
+            expected = "true or false" if is_flag else "a number, a string or null"
+            raise ValueError(f"config={path!r}: {name}={json.dumps(value)}: expected {expected}")
+        else:
+            # The value may begin with a hyphen.
+            arguments.append(f"{flag}={value}")
+    return arguments
+
+
+def _negated(flag: str) -> str:
+    """``--model.tied-head`` -> ``--model.no-tied-head``."""
+    group, dot, name = flag.removeprefix("--").rpartition(".")
+    return f"--{group}{dot}no-{name}"
+
+
+def _unknown(name: str, fields: list[str]) -> str:
+    inside = [field for field in fields if field.startswith(f"{name}.")]
+    if inside:
+        return f"{name}: expected an object with names such as {inside[0].removeprefix(name)[1:]!r}"
+    near = difflib.get_close_matches(name, fields, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "see --print-config for what there is"
+    return f"unknown key {name!r}; {hint}"

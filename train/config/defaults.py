@@ -1,0 +1,124 @@
+"""Defaults that follow from what else a run is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from flax import traverse_util
+
+from models.checkpoint.saved_checkpoint import find_checkpoint
+from models.parameters.adapters import Training
+from train.config.config import Config
+from train.config.model_folder import model_folder, with_model_of
+
+#: Fields with fine-tuning defaults, by dotted name.
+_FINE_TUNING = ("optimizer.learning_rate", "optimizer.warmup_steps", "sequence_length")
+#: Rates of pre-training: those of Llama 3's three models lie on this curve (Llama Team, "The Llama
+#: 3 Herd of Models", 2024, table 3). To tune all weights takes about a thirtieth, and adapters take
+#: ten times as much as that (Schulman et al., "LoRA Without Regret", 2025).
+_RATE_OF_8B, _FINE_TUNING_FRACTION, _ADAPTERS = 3e-4, 1 / 30, 10
+_MOST_WARMUP, _MOST_TOKENS, _TOKENS = 100, 4096, 2048
+#: A learning rate that is this many times the usual one is questioned.
+_SUSPICIOUS = 10
+
+
+def implied(config: Config) -> dict[str, Any]:
+    """The defaults that are not those of the preset: dotted name of a field -> value.
+
+    An fsdp axis of several devices shards what it can: ZeRO level 3, or 1 beside frozen weights,
+    which matmuls cannot gather on every mesh. Weights that come from a Hugging Face folder are
+    fine-tuned. A resumed run keeps what its checkpoint was trained with.
+
+    Args:
+      config: what the run is asked for, with the values of its preset for all else.
+    """
+    values: dict[str, Any] = {}
+    is_fine_tuned = model_folder(config) is not None
+    if config.mesh.fsdp <= 1 and not is_fine_tuned:
+        return values
+    saved = saved_configuration(config)
+    if config.mesh.fsdp > 1:
+        level = 1 if Training(config.lora, config.freeze).freezes else 3
+        values["zero"] = saved.get("zero", level)
+    if not is_fine_tuned:
+        return values
+    if config.resume:
+        flat = traverse_util.flatten_dict(saved, sep=".")
+        return values | {name: flat[name] for name in _FINE_TUNING if name in flat}
+    with suppress(ValueError, ImportError):  # The preparation of the run says what is wrong.
+        values |= fine_tuning(with_model_of(config))
+    return values
+
+
+def fine_tuning(config: Config) -> dict[str, Any]:
+    """The defaults of a run that begins with the model of a folder, by dotted name.
+
+    The sequence length is a power of two within the model's context, and at most 4096.
+    """
+    steps = config.optimizer.decay_steps or config.steps
+    tokens = min(config.model.context_length or _TOKENS, _MOST_TOKENS)
+    values = (
+        float(f"{usual_learning_rate(config):.0e}"),
+        max(min(steps // 20, _MOST_WARMUP), 0),
+        2 ** (tokens.bit_length() - 1),
+    )
+    return dict(zip(_FINE_TUNING, values, strict=True))
+
+
+def usual_learning_rate(config: Config) -> float:
+    """A usual learning rate of AdamW for a model of this size: of adapters, of fine-tuning, or from
+    random weights."""
+    rate = _RATE_OF_8B * (8e9 / config.model.matmul_parameters) ** (1 / 3)
+    if config.lora.rank is not None:
+        return rate * _FINE_TUNING_FRACTION * _ADAPTERS
+    return rate if model_folder(config) is None else rate * _FINE_TUNING_FRACTION
+
+
+def describe_defaults(config: Config) -> list[str]:
+    """The fine-tuning defaults that a new run has taken, as lines to print, and a warning of a
+    learning rate that is far from usual."""
+    lines = []
+    if model_folder(config) is not None and not config.resume:
+        now = traverse_util.flatten_dict(config.to_json(), sep=".")
+        lines = [
+            f"default for fine-tuning: --{name.replace('_', '-')} {value}"
+            for name, value in fine_tuning(config).items()
+            if now[name] == value
+        ]
+    usual = usual_learning_rate(config)
+    if config.optimizer.learning_rate >= _SUSPICIOUS * usual and _has_usual_updates(config):
+        lines.append(
+            f"warning: optimizer.learning_rate={config.optimizer.learning_rate:g} is"
+            f" {config.optimizer.learning_rate / usual:.0f} times what is usual for"
+            f" {config.model.matmul_parameters:,} weights, about {usual:.1g}; a run at such a rate"
+            " may diverge, or forget what the weights have learnt"
+        )
+    return lines
+
+
+def _has_usual_updates(config: Config) -> bool:
+    """Whether the updates of the optimizer have about the size of AdamW's."""
+    return config.optimizer.kind == "adamw" or config.optimizer.muon_update_rms is not None
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with other values of some fields, by dotted name."""
+    for name, value in values.items():
+        group, dot, field = name.partition(".")
+        if dot:
+            value = dataclasses.replace(getattr(config, group), **{field: value})
+        config = dataclasses.replace(config, **{group: value})
+    return config
+
+
+def saved_configuration(config: Config) -> dict[str, Any]:
+    """The configuration of the checkpoint that the run resumes from; empty if there is none."""
+    if not config.resume or config.checkpoint_dir is None:
+        return {}
+    step = "" if config.resume_step is None else f"/step_{config.resume_step}"
+    with suppress(ValueError):  # The opening of the checkpoint says what is wrong with it.
+        return find_checkpoint(config.checkpoint_dir + step).configuration()
+    return {}

@@ -1,0 +1,267 @@
+"""The command line of the trainer: arguments, and messages before and after a run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import tyro
+from rich.console import Console
+
+from models.simulated_devices import simulate_devices
+from train.checkpoint.checkpoint import SaveError
+from train.config.config import Config, MeshSizes, OptimizerConfig
+from train.config.config_file import config_text, read_config
+from train.config.context import describe_context
+from train.config.defaults import describe_defaults, implied, with_values
+from train.config.experts import describe_experts
+from train.config.loss_chunks import describe_loss_chunks
+from train.config.model_folder import model_name, with_model_of
+from train.config.presets import PRESETS
+from train.config.renamed import current_arguments
+from train.log.metrics import Record
+from train.memory.device_memory import describe_memory, set_memory_fraction
+from train.optimizer.muon import describe_muon
+from train.parallel.model import describe_trained
+from train.parallel.zero import describe_zero
+from train.plan.communication import GPUS_OF_A_NODE
+from train.plan.mesh_choice import planned_mesh_sizes
+from train.plan.run import attention_kernel, describe_step_time, predict_run
+from train.plan.step_time import unpredicted_reason
+from train.plan.table import CHOSEN, print_plan
+from train.processes.connection import (
+    connected,
+    describe_processes,
+    is_first,
+    is_told_elsewhere,
+    own_name,
+)
+from train.processes.shutdown import Interrupted, Shutdown
+from train.run.dry_run import device_kind_of, dry_run
+from train.run.evaluate_only import evaluate_only
+from train.run.evaluation import evaluated_sequences
+from train.run.loop import NonFiniteError, train
+from train.run.setup import Setup, prepare
+
+
+def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
+    """Runs ``python -m train`` with these arguments, until it ends or a signal asks it to."""
+    with contextlib.ExitStack() as stack, refusing():
+        arguments = current_arguments(arguments)
+        config = parse(arguments)
+        if config.print_config:
+            print(config_text(with_model_of(config)))
+            return
+        set_memory_fraction()
+        # JAX's attention and optax mix dtypes, which the environment may forbid.
+        jax.config.update("jax_numpy_dtype_promotion", "standard")
+        simulate_devices("cpu_devices", config.cpu_devices)
+        if config.plan:
+            print_plan(with_model_of(config), _without(arguments, *CHOSEN), Console())
+            return
+        if config.dry_run:
+            config = with_model_of(config)
+            devices, kind = _any_number(config), device_kind_of(config)
+            sizes = planned_mesh_sizes(config, devices, min(devices, GPUS_OF_A_NODE), kind)
+            dry_run(config, sizes, Console())
+            return
+        stack.enter_context(connected(config.distributed))
+        console = Console(quiet=not is_first())
+        if config.eval_only:
+            evaluate_only(config, console)
+            return
+        setup = prepare(config)
+        announce(setup, console)
+        conclude(setup, train(setup, console, shutdown=shutdown), arguments, console)
+
+
+def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
+    """The configuration that the arguments describe: a preset or a file, and changes to it.
+
+    Some defaults follow from other settings (`train.config.defaults`), so arguments are read twice.
+
+    Flags and values of earlier releases are accepted, with a warning on stderr.
+
+    Raises:
+      ValueError: for an unknown preset, or a file that is not a configuration.
+      SystemExit: after printing help, or an error in the arguments.
+    """
+    arguments = current_arguments(arguments)
+    first = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
+    first.add_argument("--preset")
+    first.add_argument("--config")
+    given = first.parse_known_args(arguments)[0]
+    if given.preset not in (None, *PRESETS):
+        raise ValueError(f"preset={given.preset!r}: expected one of {', '.join(PRESETS)}")
+
+    def read(defaults: Mapping[str, Any]) -> Config:
+        if given.config is None:
+            default = with_values(PRESETS[given.preset or "debug"](), defaults)
+        else:
+            default = read_config(given.config, given.preset, program, defaults)
+        return tyro.cli(Config, default=default, args=arguments, prog=program)
+
+    config = read({})
+    defaults = implied(config)
+    return read(defaults) if defaults else config
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Reports invalid input in one sentence on stderr, and exits with status 2.
+
+    The status is 1 if a run stops because its loss is not finite or a checkpoint cannot be saved,
+    and 130 or 143 if SIGINT or SIGTERM interrupts it.
+    """
+    try:
+        yield
+    except (ValueError, ImportError, NonFiniteError, SaveError) as error:
+        message = f"error: {own_name(error)}{error}"
+        console = Console(stderr=True, quiet=is_told_elsewhere(error))
+        console.print(message, style="red", highlight=False, soft_wrap=True, markup=False)
+        raise SystemExit(1 if isinstance(error, NonFiniteError | SaveError) else 2) from error
+    except Interrupted as interruption:
+        console = Console(stderr=True, quiet=is_told_elsewhere(interruption))
+        console.print(str(interruption), highlight=False, soft_wrap=True, markup=False)
+        raise SystemExit(interruption.exit_status) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; every checkpoint saved so far is kept")
+        raise SystemExit(130) from None
+
+
+def announce(setup: Setup, console: Console) -> None:
+    """Prints what is trained: the model, the mesh and the data."""
+    config, mesh, text = setup.config, setup.mesh, setup.text
+    kind, unused = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
+    rest = f"; {unused} more are not used" if unused else ""
+    for line in (
+        f"{model_name(config)}: {setup.model.parameter_count:,} parameters,"
+        f" {config.model.num_layers} layers,"
+        f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
+        f"mesh: {MeshSizes(**mesh.shape)} of {kind} devices{rest}",
+        *describe_memory(mesh.local_devices[0]),
+        *describe_processes(),
+        *describe_zero(config, setup.model, MeshSizes(**mesh.shape)),
+        *describe_experts(config, MeshSizes(**mesh.shape), setup.model.active_parameter_count),
+        f"data: {text.description}, {text.token_count:,} tokens,"
+        f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
+        *describe_held_out(setup),
+        *describe_context(config, MeshSizes(**mesh.shape)),
+        *describe_loss_chunks(config, MeshSizes(**mesh.shape)),
+        *describe_trained(setup.model),
+        *describe_muon(config.optimizer, setup.model.abstract_params),
+        describe_schedule(config.optimizer, config.steps),
+        *describe_defaults(config),
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def describe_held_out(setup: Setup) -> list[str]:
+    """What is evaluated, and a warning if it is not held out."""
+    config, text = setup.config, setup.held_out
+    if text is None:
+        return []
+    tokens = evaluated_sequences(config, text) * text.sequence_length
+    line = (
+        f"held-out text: {text.description}, {tokens:,} of {text.token_count:,} tokens, every"
+        f" {config.eval_interval} steps, sha256 {text.sha256}"
+    )
+    if text.sha256 == setup.text.sha256:
+        return [line, "warning: the held-out text is the text that is trained on"]
+    return [line]
+
+
+def describe_schedule(config: OptimizerConfig, steps: int) -> str:
+    """The learning rate of a run in one sentence."""
+    config = config.with_schedule_of(steps)
+    final = config.learning_rate * config.final_learning_rate_fraction
+    line = (
+        f"learning rate: up to {config.learning_rate:g} in {config.warmup_steps} steps, down to"
+        f" {final:g} at step {config.decay_steps}"
+    )
+    assert config.decay_steps is not None
+    if config.decay_steps >= steps:
+        return line
+    if final == 0:
+        return f"{line}; later steps train nothing: give a longer --optimizer.decay-steps"
+    return f"{line}, then constant (--optimizer.decay-steps)"
+
+
+def conclude(
+    setup: Setup, records: list[Record], arguments: Sequence[str], console: Console
+) -> None:
+    """Prints the result, and the commands to continue and to compare."""
+    config, last = setup.config, records[-1]
+    lines = [f"done: {last.step} steps, loss {records[0].loss:.4f} → {last.loss:.4f}"]
+    lines += _step_time(setup, records)
+    plain = _without(
+        arguments, "--resume", "--resume-step", "--steps", "--profile", "--profile-dir"
+    )
+    if config.checkpoint_dir is not None:
+        lines[0] += f"; checkpoints in {config.checkpoint_dir}"
+        # Weights that are not trained are read again.
+        begun = plain if setup.model.frozen_params else _without(plain, "--init-from")
+        resume = [_interpreter(), "-m", "train", *begun, "--steps", str(2 * last.step), "--resume"]
+        lines.append(f"to go on:   {shlex.join(resume)}")
+    else:
+        lines.append("to be able to continue a run, give it --checkpoint-dir DIR")
+    # Comparing keeps no files.
+    shared = _without(
+        plain, "--overlap", "--checkpoint-dir", "--log-file", "--optimizer.decay-steps",
+        "--tensorboard", "--wandb", "--eval-data", "--eval-interval", "--eval-batches",
+        "--distributed.",
+    )  # fmt: skip
+    compare = [_interpreter(), "-m", "train.compare", *shared, "--steps", str(config.steps)]
+    if config.config is not None:  # The file may name some.
+        compare += ["--checkpoint-dir", "None", "--log-file", "None", "--no-resume"]
+        compare += ["--tensorboard", "None", "--no-wandb"]
+    schedule = dataclasses.replace(config.optimizer, decay_steps=None)
+    if config.optimizer != schedule.with_schedule_of(config.steps):
+        compare += ["--optimizer.decay-steps", str(config.optimizer.decay_steps)]
+    lines.append(f"to compare: {shlex.join(compare)} --a overlap=xla --b overlap=ring")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _step_time(setup: Setup, records: list[Record]) -> list[str]:
+    """The predicted step time beside the measured one; nothing where none is predicted."""
+    config, sizes = setup.config, MeshSizes(**setup.mesh.shape)
+    kind = setup.mesh.devices.flat[0].device_kind
+    if unpredicted_reason(config, kind) is not None:
+        return []
+    kernel = attention_kernel(config, sizes, setup.mesh.abstract_mesh)
+    return [describe_step_time(predict_run(config, sizes, kind, kernel), records)]
+
+
+def _interpreter() -> str:
+    """The running Python as a command: a relative path if it is below the working directory."""
+    path = os.path.relpath(sys.executable)
+    return sys.executable if path.startswith(os.pardir) else path
+
+
+def _without(arguments: Sequence[str], *flags: str) -> list[str]:
+    """The arguments without some flags and their values. A flag that ends in "." is a group."""
+    kept: list[str] = []
+    dropping = False
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument.split("=")[0].replace("_", "-")
+            dropping = name in flags or f"{name.partition('.')[0]}." in flags
+        if not dropping:
+            kept.append(argument)
+    return kept
+
+
+def _any_number(config: Config) -> int:
+    """The number of devices of the requested mesh, or of the machine if that has more."""
+    mesh = config.mesh
+    requested = math.prod(size or 1 for size in (mesh.data, mesh.fsdp, mesh.tensor))
+    return max(jax.device_count(), requested)

@@ -1,0 +1,127 @@
+"""Memory and communication of a run on each device, computed by tracing alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax.sharding import AbstractMesh
+from rich.console import Console
+from rich.table import Table
+
+from collective_matmul import explain
+from train.config.checks import check
+from train.config.config import Config, MeshSizes
+from train.config.context import describe_context
+from train.config.defaults import describe_defaults
+from train.config.experts import describe_experts
+from train.config.loss_chunks import describe_loss_chunks
+from train.config.model_folder import model_name
+from train.memory.device_memory import GPUS, memory_fraction, memory_limit, usable, verdict
+from train.memory.step_memory import Memory, abstract_batch, advice, memory_of
+from train.optimizer.muon import describe_muon
+from train.optimizer.optimizer import make_optimizer
+from train.parallel.mesh import make_abstract_mesh
+from train.parallel.model import ModelFunctions, describe_trained, state_on_mesh
+from train.parallel.zero import describe_zero
+from train.plan.communication import GPUS_OF_A_NODE
+from train.plan.run import attention_kernel, attention_of, predict_run
+from train.step import sharded_step
+
+
+def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
+    """Prints bytes per device and the collective matmuls of one step on a mesh.
+
+    Compiles nothing and needs no devices; the mesh may have any size. Predicts for the GPUs of this
+    machine, or for those that the configuration names, or for H200.
+
+    Raises:
+      ValueError: for sizes that do not fit together.
+    """
+    config = dataclasses.replace(config, model=config.model.padded_for(sizes.tensor))
+    check(config, sizes)
+    here = config.device is None and jax.default_backend() == "gpu"
+    gpu = None if here else GPUS[config.device or "H200"]
+    model = ModelFunctions(config, sizes, GPUS_OF_A_NODE)
+    console.print(
+        f"{model_name(config)}: {model.parameter_count:,} parameters on {sizes},"
+        f" {config.batch_size} sequences of {config.sequence_length} tokens per step",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for line in (
+        *describe_trained(model),
+        *describe_zero(config, model, sizes),
+        *describe_experts(config, sizes, model.active_parameter_count),
+        *describe_context(config, sizes),
+        *describe_loss_chunks(config, sizes),
+        *describe_muon(config.optimizer, model.abstract_params),
+        *describe_defaults(config),
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+    mesh = make_abstract_mesh(sizes, None if gpu is None else gpu.device)
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
+    state = state_on_mesh(model, optimizer, mesh)
+    memory = memory_of(config, mesh, model, state, local_devices=GPUS_OF_A_NODE)
+    _print_memory(memory, config, console)
+    if gpu is None:
+        limit, kind = memory_limit(jax.local_devices()[0])
+    else:
+        limit, kind = gpu.memory, f"that JAX may use of {gpu.device.device_kind}"
+        kind += f", {memory_fraction():.0%} of its memory"
+    sentence = verdict(memory.total, limit, kind)
+    if limit is not None and memory.total > usable(limit):
+        sentence += f": {advice(config, mesh, memory, usable(limit), GPUS_OF_A_NODE)}"
+    console.print(sentence, highlight=False, soft_wrap=True)
+
+    if sizes.context == 1:  # Else it is one of the ops of the table below.
+        alone = " of whole sequences" if config.separate_documents or config.chat else ""
+        for number in range(config.model.layer_period):
+            kind = f"layer {number} of {config.model.layer_period}"
+            which = "each layer" if config.model.layer_period == 1 else kind
+            window = config.model.window_of(number)
+            line = f"attention of {which}{alone}: {attention_of(config, sizes, mesh, window)}"
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+    step = sharded_step(config, model, optimizer, mesh)
+    where = "here" if gpu is None else f"on {gpu.device.device_kind}"
+    lines = [f"one step {where}, with the number of times that each op runs:"]
+    if gpu is not None and gpu.remark is not None:
+        lines.insert(0, gpu.remark)
+    explained = explain(step, peer_kernels=False, verbose=config.verbose)
+    lines.append(str(explained(state, abstract_batch(config, config.batch_size))))
+    lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def device_kind_of(config: Config) -> str:
+    """JAX's name of the GPU that a dry run predicts for."""
+    if config.device is None and jax.default_backend() == "gpu":
+        return jax.local_devices()[0].device_kind
+    return GPUS[config.device or "H200"].device.device_kind
+
+
+def describe_prediction(
+    config: Config, sizes: MeshSizes, device_kind: str, mesh: AbstractMesh
+) -> str:
+    """The predicted time of a step, or why there is none."""
+    try:
+        kernel = attention_kernel(config, sizes, mesh)
+        return str(predict_run(config, sizes, device_kind, kernel))
+    except ValueError as error:
+        return str(error)
+
+
+def _print_memory(memory: Memory, config: Config, console: Console) -> None:
+    table = Table("bytes per device", "", box=None)
+    dtypes = config.compute_dtype + (" and 8 bits" if config.fp8 else "")
+    sizes = {
+        "parameters": memory.parameters,
+        f"optimizer state ({config.optimizer.kind})": memory.optimizer_state,
+        f"weights in {dtypes}, when most is in use": memory.weights,
+        "activations and gradients, then": memory.activations,
+        "total": memory.total,
+    }
+    for name, size in sizes.items():
+        table.add_row(name, f"{size:,}")
+    console.print(table)

@@ -1,0 +1,77 @@
+"""Where a run begins: a checkpoint of its own, the weights of another run, or random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import grain
+import numpy as np
+from rich.console import Console
+
+from models.checkpoint.saved_checkpoint import differences
+from train.checkpoint.base_weights import check_base, frozen_weights, load_base
+from train.parallel.model import FROZEN, TrainState, init_state, state_on_mesh, trained_part
+from train.run.setup import Setup
+
+# Fields that do not influence any number of a run, or not after its beginning.
+_WITHOUT_INFLUENCE = (
+    "base", "checkpoint_dir", "config", "device", "devices", "distributed", "eval_batches",
+    "eval_data", "eval_interval", "eval_only", "eval_text", "init_from", "log_file", "log_interval",
+    "max_to_keep", "mesh_sizes", "plan", "plan_network", "profile", "profile_dir", "resume",
+    "resume_step", "save_interval", "tensorboard", "verbose", "wandb", "wandb_run_id",
+)  # fmt: skip
+
+
+def initial_state(
+    setup: Setup, batches: grain.DatasetIterator[dict[str, np.ndarray]], console: Console
+) -> tuple[TrainState, int]:
+    """The initial state and the number of steps before it. Positions `batches` accordingly."""
+    if setup.checkpoints is None or not setup.config.resume:
+        return _new_state(setup, console), 0
+
+    def print_line(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    abstract = state_on_mesh(setup.model, setup.optimizer, setup.mesh)
+    restored = setup.checkpoints.restore(trained_part(abstract))
+    state = restored.state
+    if FROZEN in abstract:
+        state = {**state, FROZEN: frozen_weights(setup.init_from, setup.model, setup.mesh)}
+        saved = setup.checkpoints.configuration(restored.step)
+        check_base(saved, state, setup.config.init_from)
+    batches.set_state(restored.data_position)
+    print_line(f"resumed from the checkpoint of step {restored.step}")
+    if not restored.verified:
+        print_line("it is not verified: an earlier release saved it, without checksums")
+    if setup.config.init_from is not None and FROZEN not in abstract:
+        print_line(f"--init-from {setup.config.init_from} is not read: that is where the run began")
+    changed = changed_settings(setup.checkpoints.configuration(restored.step), setup.configuration)
+    if changed:
+        print_line(f"changed since: {changed}")
+    return state, restored.step
+
+
+def _new_state(setup: Setup, console: Console) -> TrainState:
+    """The state before the first step, with random weights or those of another run."""
+    saved = setup.init_from
+    if saved is None:
+        return init_state(setup.model, setup.optimizer, setup.mesh)
+    params = load_base(saved, setup.model, setup.mesh)
+    line = f"weights from {saved.path}; the optimizer, the schedule and the data begin anew"
+    names = ("model", "tokenizer")
+    was = {name: value for name, value in saved.configuration().items() if name in names}
+    changed = changed_settings(was, {name: setup.configuration[name] for name in names})
+    if changed:
+        line += f"; not as there: {changed}"
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+    return init_state(setup.model, setup.optimizer, setup.mesh, params)
+
+
+def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """The settings with influence on the numbers of a run that differ, as text; "" for none."""
+    return ", ".join(
+        f"{name} was {was}, is {now}"
+        for name, (was, now) in differences(saved, current).items()
+        if name.partition(".")[0] not in _WITHOUT_INFLUENCE
+    )

@@ -1,0 +1,287 @@
+"""Preparation of a run: everything that can be refused before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from models.checkpoint.saved_checkpoint import differences, find_checkpoint
+from models.hugging_face.chat.template import read_variables
+from models.hugging_face.writing import keep_origin
+from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.initial_weights import InitialWeights, find_weights
+from train.config.checks import check, check_optimizer
+from train.config.config import Config, MeshSizes
+from train.config.model_folder import with_model_of
+from train.data.dataset import TextData, open_dataset
+from train.log.log_file import check_log_file
+from train.log.trackers import check_trackers, new_run_id
+from train.optimizer.optimizer import make_optimizer
+from train.parallel.batches import BATCH_SPEC
+from train.parallel.mesh import make_mesh
+from train.parallel.model import ModelFunctions
+from train.plan.mesh_choice import SAVED_SIZES, planned_mesh_sizes
+from train.processes.agreement import check_same, together
+from train.processes.connection import check_mesh, is_first
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that is ready to start.
+
+    Attributes:
+      config: its configuration.
+      mesh: mesh with the axes "data", "fsdp" and "tensor", and "context" where it is needed.
+      text: the data.
+      held_out: the text to evaluate on, or None.
+      init_from: the checkpoint with the initial weights; None for random ones, or if the run
+        resumes.
+      model: the model.
+      optimizer: the optimizer.
+      wandb_run_id: the identity of the run at Weights & Biases, or None.
+      checkpoints: open checkpoints, to be closed by the owner; None if nothing is saved.
+    """
+
+    config: Config
+    mesh: Mesh
+    text: TextData
+    held_out: TextData | None
+    init_from: InitialWeights | None
+    model: ModelFunctions
+    optimizer: optax.GradientTransformation
+    wandb_run_id: str | None
+    checkpoints: Checkpoints | None
+
+    @property
+    def row_sharding(self) -> NamedSharding:
+        """Sharding of the sequences of a batch."""
+        return NamedSharding(self.mesh, BATCH_SPEC)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The configuration that is saved with the state."""
+        configuration = _configuration(self.config, self.text)
+        configuration[SAVED_SIZES] = MeshSizes(**self.mesh.shape)._asdict()
+        if self.held_out is not None:
+            configuration["eval_text"] = _identity(self.held_out)
+        if self.wandb_run_id is not None:
+            configuration["wandb_run_id"] = self.wandb_run_id
+        return configuration
+
+
+def prepare(config: Config) -> Setup:
+    """Opens everything that a run needs.
+
+    Raises:
+      ValueError: for settings that do not fit together, and files that cannot be read or would be
+        overwritten.
+    """
+    with together():
+        config, sizes, mesh = complete(config)
+        if is_first():
+            check_log_file(config.log_file, config.resume)
+            check_trackers(config)
+        text = _open_text(config, config.data)
+        held_out = open_held_out(config)
+        model = ModelFunctions(config, sizes, jax.local_device_count())
+        init_from = _open_initial_weights(config, model)
+    identity = {**_configuration(config, text), "eval_text": held_out and _identity(held_out)}
+    identity[SAVED_SIZES] = sizes._asdict()
+    del identity["distributed"]
+    check_same("run", identity, "give all of them the same flags and the same files")
+    checkpoints = _open_checkpoints(config, text)
+    try:
+        with together():
+            saved = _saved_configuration(config, checkpoints)
+            if checkpoints is not None and config.init_from is not None and is_first():
+                keep_origin(config.init_from, str(config.checkpoint_dir))
+            config = _with_schedule(config, saved)
+    except ValueError:
+        if checkpoints is not None:
+            checkpoints.close()
+        raise
+    return Setup(
+        config=config,
+        mesh=mesh,
+        text=text,
+        held_out=held_out,
+        init_from=init_from,
+        model=model,
+        optimizer=make_optimizer(config.optimizer, config.steps, model.specs),
+        wandb_run_id=(saved.get("wandb_run_id") or new_run_id()) if config.wandb else None,
+        checkpoints=checkpoints,
+    )
+
+
+def complete(config: Config) -> tuple[Config, MeshSizes, Mesh]:
+    """The configuration with all that it says of the model, and the mesh that it runs on.
+
+    Raises:
+      ValueError: if values do not fit together, or do not fit the devices.
+    """
+    config = with_model_of(config)
+    devices = jax.device_count(), jax.local_device_count()
+    sizes = planned_mesh_sizes(config, *devices, jax.devices()[0].device_kind)
+    config = _with_padding(config, sizes)
+    check(config, sizes)
+    mesh = make_mesh(sizes)
+    check_mesh(mesh, config.distributed.tensor_across_processes)
+    return config, sizes, mesh
+
+
+def _with_padding(config: Config, sizes: MeshSizes) -> Config:
+    """The configuration with a vocabulary that is padded as in the checkpoint that the run begins
+    with, or as the tensor axis needs."""
+    model = config.model
+    folder = config.checkpoint_dir if config.resume else config.init_from
+    if model.padded_vocabulary_size is None and folder is not None:
+        with suppress(ValueError):  # The opening of the checkpoint says what is wrong with it.
+            saved = find_checkpoint(folder).configuration().get("model", {})
+            if saved.get("vocabulary_size") == model.vocabulary_size:
+                rows = saved["padded_vocabulary_size"]
+                model = dataclasses.replace(model, padded_vocabulary_size=rows)
+    return dataclasses.replace(config, model=model.padded_for(sizes.tensor))
+
+
+def _open_text(config: Config, data: str | None) -> TextData:
+    text = open_dataset(
+        data,
+        config.tokenizer,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        text_column=config.text_column,
+        separate_documents=config.separate_documents,
+        chat=config.chat,
+        chat_variables=read_variables(config.chat_template_kwargs),
+    )
+    if text.vocabulary_size > config.model.vocabulary_size:
+        raise ValueError(
+            f"model.vocabulary_size={config.model.vocabulary_size}: expected at least the"
+            f" {text.vocabulary_size} tokens of the tokenizer"
+        )
+    return text
+
+
+def open_held_out(config: Config) -> TextData | None:
+    """The text to evaluate on, or None.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    if config.eval_data is None:
+        return None
+    try:
+        return _open_text(config, config.eval_data)
+    except ValueError as error:
+        raise ValueError(f"eval_data: {error}") from error
+
+
+def _open_initial_weights(config: Config, model: ModelFunctions) -> InitialWeights | None:
+    """The weights to begin with, or None for random ones and for a resumed run.
+
+    Raises:
+      ValueError: it is not a checkpoint, or its model has other shapes.
+    """
+    if config.init_from is None or (config.resume and not model.freezes):
+        return None
+    try:
+        saved = find_weights(config.init_from)
+        saved.check_params(model.base_params)
+    except ValueError as error:
+        raise ValueError(f"init_from={config.init_from!r}: {error}") from error
+    return saved
+
+
+def _saved_configuration(config: Config, checkpoints: Checkpoints | None) -> dict[str, Any]:
+    """The configuration of the checkpoint that the run resumes from; empty if it does not."""
+    return {} if checkpoints is None or not config.resume else checkpoints.configuration()
+
+
+def _with_schedule(config: Config, saved: Mapping[str, Any]) -> Config:
+    """The configuration with a length of the schedule. A resumed run keeps that of its checkpoint
+    unless it names one, so that more steps do not raise the learning rate again."""
+    optimizer = config.optimizer
+    if optimizer.decay_steps is None:
+        decay_steps = saved.get("optimizer", {}).get("decay_steps")
+        optimizer = dataclasses.replace(optimizer, decay_steps=decay_steps)
+    optimizer = optimizer.with_schedule_of(config.steps)
+    check_optimizer(optimizer)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def _configuration(config: Config, text: TextData) -> dict[str, Any]:
+    return {**config.to_json(), "text": _identity(text)}
+
+
+def _identity(text: TextData) -> dict[str, Any]:
+    return {"sha256": text.sha256, "token_count": text.token_count}
+
+
+def _open_checkpoints(config: Config, text: TextData) -> Checkpoints | None:
+    if config.checkpoint_dir is None:
+        return None
+    checkpoints = Checkpoints(
+        config.checkpoint_dir,
+        resume=config.resume,
+        resume_step=config.resume_step,
+        max_to_keep=config.max_to_keep,
+        save_interval=config.save_interval,
+    )
+    if config.resume:
+        try:
+            with together():
+                _check_resumable(checkpoints, _configuration(config, text), config.steps)
+        except ValueError:
+            checkpoints.close()
+            raise
+    return checkpoints
+
+
+def check_same_optimizer(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compares the kinds of optimizer of two configurations, the saved one and the run's.
+
+    Raises:
+      ValueError: they differ.
+    """
+    was, kind = (values.get("optimizer", {}).get("kind", "adamw") for values in (saved, now))
+    if was != kind:
+        raise ValueError(
+            f"optimizer.kind={kind!r}: the checkpoint has the state of {was}, with which {kind}"
+            f" cannot continue; resume with --optimizer.kind {was}, or begin a new run with the"
+            " checkpoint's weights: --init-from CHECKPOINT in place of --resume"
+        )
+
+
+def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: int) -> None:
+    """Checks that the newest checkpoint has the same model, kind of optimizer and data, and fewer
+    than `steps` steps.
+
+    Raises:
+      ValueError: if it has not.
+    """
+    checkpoints.check_same_model(now)
+    saved = checkpoints.configuration()
+    check_same_optimizer(saved, now)
+    # The position in the data is a number of sequences, which is meaningless for other data.
+    names = ("text", "sequence_length", "seed")
+    changed = differences({n: saved.get(n) for n in names}, {n: now[n] for n in names})
+    if changed:
+        listed = ", ".join(f"{name} was {was}, is {new}" for name, (was, new) in changed.items())
+        raise ValueError(
+            f"resume: the checkpoint was saved with other data: {listed}; give the data, tokenizer,"
+            " sequence length and seed it was saved with"
+        )
+    latest = checkpoints.latest_step()
+    if latest is not None and latest >= steps:
+        raise ValueError(
+            f"steps={steps}: the checkpoint already has {latest} steps; give --steps a larger"
+            " number to continue"
+        )
