@@ -226,7 +226,7 @@ def axis_index(axis_name: str | tuple[str, ...]) -> jax.Array:
 
 
 def load_in_layout(ref: Any, layout: Any) -> jax.Array:
-    """What a reference holds, in a layout of registers. Within kernels."""
+    """Loads a reference in a layout of registers. Within kernels."""
     index = () if jax.__version_info__ >= (0, 11, 2) else ((),)
     plgpu: Any = mosaic_gpu
     return plgpu.load(ref, *index, layout=layout, optimized=False)

@@ -1,4 +1,4 @@
-"""What several processes tell each other through the key-value store of `jax.distributed`.
+"""Exchanges of JSON values between processes, through the key-value store of `jax.distributed`.
 
 No device takes part. One process, or processes that are not connected, are alone.
 """

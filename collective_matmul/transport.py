@@ -1,4 +1,4 @@
-"""Who moves the bytes between the devices along mesh axes, in the program being traced.
+"""The transport of bytes between devices along mesh axes, in the program being traced.
 
 GPUs of one process copy between each other on their copy engines. GPUs of several processes, and
 those that cannot address each other's memory, have NCCL, whose kernels wait for multiprocessors
@@ -28,7 +28,7 @@ _TEXTS: Final[dict[Transport, str]] = {
 
 
 def transport_over(*axes: str | tuple[str, ...]) -> Transport:
-    """Who moves bytes along mesh axes: of several axes, the slowest transport.
+    """The transport along mesh axes: of several axes, the slowest.
 
     While tracing, only the shape of the mesh is known. A mesh of all devices is assumed to have the
     order of `jax.make_mesh`; the devices of a smaller one are assumed to belong to different
@@ -59,7 +59,7 @@ def _slowest(transports: Iterable[Transport]) -> Transport:
 
 
 def transport_between(devices: Sequence[Any]) -> Transport:
-    """Who moves bytes between these devices. Without any, between those of this process."""
+    """The transport between these devices. Without any, between those of this process."""
     # JAX numbers the nodes of GPUs. Simulated devices are all on this one.
     if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
         return "network"

@@ -9,7 +9,7 @@ from collective_matmul.dispatch.contract import Request
 
 
 def divergent_axes(*axis_names: str) -> tuple[str, ...]:
-    """What `Request.divergent_axes` is for an op over these axes that a user's program calls now.
+    """The `Request.divergent_axes` of an op over these axes that a user's program calls now.
 
     Call this in the function that users call, and keep the result for the backward pass, which is
     traced elsewhere.

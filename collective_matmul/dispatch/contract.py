@@ -184,15 +184,15 @@ class Request(Protocol):
 
     @property
     def remarks(self) -> Sequence[str]:
-        """What users should know of the request, before the reason of the decision."""
+        """Remarks for users, which precede the reason of the decision."""
         return ()
 
     def multiplied_by(self, backend: Backend) -> tuple[str, str] | None:
-        """What `Decision.multiplied_dtypes` says; None if the request's dtypes are not in doubt."""
+        """Value of `Decision.multiplied_dtypes`; None if the request's dtypes are not in doubt."""
         del backend
 
     def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
-        """What travels and what is multiplied; "" if `shapes` says it all.
+        """The dtypes that travel and that are multiplied; "" if `shapes` says it all.
 
         Args:
           multiplied: what `multiplied_by` returned for the chosen backend.
@@ -269,7 +269,7 @@ class Backend(Protocol):
         return ()
 
     def configured(self, configuration: Configuration) -> Self:
-        """The same backend with one fixed configuration."""
+        """This backend with one fixed configuration."""
         raise ValueError(f"{self.name} has no configurations, and {configuration} was given")
 
     def configuration_record(

@@ -84,7 +84,7 @@ class Registry(Backends):
 
     @property
     def substitute(self) -> Backend | None:
-        """What replaces the reference where its `unprofitable_reason` speaks against it."""
+        """The backend to use where the reference has an `unprofitable_reason`."""
         return None if self._substitute is None else self._backends[self._substitute]
 
     def __getitem__(self, name: str) -> Backend:

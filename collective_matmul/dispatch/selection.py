@@ -114,9 +114,9 @@ def _choice(assessments: Assessments, requested: Sequence[str] | None) -> _Choic
 def _peer_alternative(
     assessments: Assessments, requested: Sequence[str] | None, chosen: _Choice
 ) -> PeerAlternative | None:
-    """What would be chosen if the program may have kernels that address peers' memory.
+    """The choice if the program may have kernels that address peers' memory.
 
-    None if it is not chosen then, and where nobody asks: see `Decision.peer_alternative`.
+    None if that choice has no such kernels, and where nobody asks: see `Decision.peer_alternative`.
     """
     if not (peer_kernels_undecided() and _is_gpu()):
         return None

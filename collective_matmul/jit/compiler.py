@@ -344,7 +344,7 @@ def _is_joint(arguments: Any) -> bool:
 
 
 def _choices(peer_kernels: bool, decisions: Iterable[Decision]) -> dict[str, list[str]]:
-    """What was chosen for a program, and for each of its ops."""
+    """The choices for a program, and for each of its ops."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     found["kernels that address peers' memory"] = ["them" if peer_kernels else "none"]
     for decision in decisions:

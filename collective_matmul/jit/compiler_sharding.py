@@ -7,12 +7,20 @@ agree about a class, and no operation needs more than a device has of it, XLA ne
 nothing. Otherwise it may.
 
 Arguments and results of the program are assumed to be sharded as the program uses them.
+
+XLA itself could be asked: it can partition the program and stop. For decoding with Llama 3 8B that
+takes 16 to 19 % of the time of the first call, and these rules 0.05 s. They also answer where there
+is no GPU, as `explain` must, and while JAX traces the function, when the shardings of its arguments
+are unknown. Operations without a rule are assumed to need whole arrays, and XLA does gather whole
+arrays for `top_k`, `approx_max_k` and `fft`. The times are in
+benchmarks/reports/2026-11-27-peer-decision.md.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -21,8 +29,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from collective_matmul.jaxprs.bodies import CONTROL_FLOW, bodies_of, called, jaxprs_of
 from collective_matmul.jaxprs.graph import type_of
 from collective_matmul.jaxprs.walks import Scope
-from collective_matmul.jit.dimension_classes import Axes, DimensionClasses, Dimensions
 
+#: One class of dimensions for each dimension of an array; None for those of size 1.
+Dimensions = tuple[int | None, ...]
+Axes = tuple[str, ...]
 #: Operations on elements with the same indices; their operands have the shape of the result, apart
 #: from scalars and dimensions of size 1.
 _ELEMENTWISE = {
@@ -59,6 +69,73 @@ def communicating_equation(
     walk = _Walk(axis_sizes)
     walk.run(program, [walk.classes.new(_shape(var)) for var in program.invars])
     return next(walk.findings(), None)
+
+
+@dataclass
+class DimensionClass:
+    """A class of dimensions that are sharded alike.
+
+    Attributes:
+      axes: the mesh axes over which they are sharded; None where nobody says.
+      whole: an operation that needs elements of all devices, if the dimensions are sharded.
+      disputed: an operation that joins dimensions which are sharded otherwise.
+    """
+
+    axes: Axes | None = None
+    whole: JaxprEqn | None = None
+    disputed: JaxprEqn | None = None
+
+
+class DimensionClasses:
+    """Classes of dimensions, which are joined as operations show that they are sharded alike."""
+
+    def __init__(self) -> None:
+        self._parents: list[int] = []
+        self._classes: list[DimensionClass] = []
+
+    def new(self, shape: Sequence[int]) -> Dimensions:
+        """New classes for the dimensions of an array."""
+        first = len(self._parents)
+        self._parents += range(first, first + len(shape))
+        self._classes += (DimensionClass() for _ in shape)
+        return tuple(None if size == 1 else first + i for i, size in enumerate(shape))
+
+    def of(self, dimension: int) -> DimensionClass:
+        """The class of a dimension."""
+        return self._classes[self._root(dimension)]
+
+    def _root(self, dimension: int) -> int:
+        while (parent := self._parents[dimension]) != dimension:
+            self._parents[dimension] = self._parents[parent]
+            dimension = parent
+        return dimension
+
+    def join(self, one: int | None, other: int | None, equation: JaxprEqn) -> None:
+        """Makes one class of two."""
+        if one is None or other is None or (a := self._root(one)) == (b := self._root(other)):
+            return
+        self._parents[b] = a
+        joined, added = self._classes[a], self._classes[b]
+        joined.whole = joined.whole or added.whole
+        joined.disputed = joined.disputed or added.disputed
+        if added.axes is not None:
+            self.shard(a, added.axes, equation)
+
+    def shard(self, dimension: int | None, axes: Axes, equation: JaxprEqn) -> None:
+        """Notes the axes over which an operation takes or returns a dimension."""
+        if dimension is None:
+            return
+        known = self.of(dimension)
+        if known.axes not in (None, axes):
+            known.disputed = known.disputed or equation
+        known.axes = axes
+
+    def keep_whole(self, dimensions: Sequence[int | None], equation: JaxprEqn) -> None:
+        """Notes that an operation needs all elements along dimensions."""
+        for dimension in dimensions:
+            if dimension is not None:
+                known = self.of(dimension)
+                known.whole = known.whole or equation
 
 
 class _Walk:
@@ -128,7 +205,7 @@ class _Walk:
                 self.classes.shard(dimension, left, equation)
 
     def _rule(self, equation: JaxprEqn) -> Callable:
-        """What joins the dimensions of an equation's operands and results."""
+        """The method that joins the dimensions of an equation's operands and results."""
         name = equation.primitive.name
         if name in _ELEMENTWISE:
             return self._constraint if name == "sharding_constraint" else self._elementwise

@@ -43,10 +43,10 @@ def deciding(value: bool = True) -> Iterator[None]:
 
 
 class DecidingFunction:
-    """A function for both variants. What is active when it is traced says which is traced.
+    """A function for both variants. `peer_kernels_allowed` selects the variant to trace.
 
-    Without kernels that address peers, it consists of the equations from which is decided: the
-    user's code runs once for both.
+    Without kernels that address peers, it consists of the equations that were used for the
+    decision: the user's code runs once for both.
 
     Args:
       fun: the function.

@@ -190,7 +190,7 @@ class GraphFunction:
         self._out_shardings = out_shardings
 
     def with_static(self, static: StaticArguments) -> GraphFunction:
-        """The same function with other static arguments."""
+        """This function with other static arguments."""
         return GraphFunction(self._fun, static, self._in_shardings, self._out_shardings)
 
     @property

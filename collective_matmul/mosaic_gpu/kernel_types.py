@@ -66,7 +66,7 @@ class Stages(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What the load warpgroup copies in each pipeline step.
+    """A copy of the load warpgroup in each pipeline step.
 
     Attributes:
       read: ``read(plane, k_range)`` returns the reference to copy from, see `operands.reader`.

@@ -51,7 +51,7 @@ class RowsBeside:
 
     @property
     def without_array(self) -> RowsBeside:
-        """The same: nothing else contracts these rows."""
+        """These rows themselves: nothing else contracts them."""
         return self
 
     @property

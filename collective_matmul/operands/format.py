@@ -164,7 +164,7 @@ class Format(Protocol):
         ...
 
     def wire_dtype(self, dtype: Any, *, backward: bool) -> str:
-        """What travels of rows, in words."""
+        """The dtype in which rows travel, in words."""
         return f"{self.operand_dtypes(dtype, backward=backward)[0]} + scales"
 
     def fits_kernel(self, shapes: Shapes, rows: int, *, backward: bool) -> bool:
@@ -195,16 +195,16 @@ class Format(Protocol):
 
     @property
     def kind(self) -> str:
-        """What operands are in, for sentences about them."""
+        """The name of the format in sentences about operands."""
         return self.family or self.name
 
     def refusal(self, reason: str) -> str:
-        """What `explain` says of operands that stay arrays for this reason."""
+        """The text of `explain` for operands that stay arrays for this reason."""
         return f"not in {self.kind}: {reason}"
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a record of a table has of the format."""
+        """The fields of the format in a record of a table."""
         return {"fp8": self.name}
 
 
@@ -243,7 +243,7 @@ class Plain(Format):
 
     @property
     def second_derivative_reason(self) -> None:
-        """It has one."""
+        """None: there is a second derivative."""
 
     @property
     def text(self) -> str:
@@ -260,7 +260,7 @@ PLAIN = Plain()
 
 
 class HasFormat(Protocol):
-    """What requests with a format have for users.
+    """Attributes of requests with a format, for users.
 
     Attributes:
       format: how operands are stored while they travel and are multiplied.

@@ -44,12 +44,12 @@ def is_array(operand: Any) -> bool:
 
 
 def multiplied(rows: Any) -> Any:
-    """What a matmul reads of rows."""
+    """The part of rows that a matmul reads."""
     return rows if is_array(rows) else rows.without_array
 
 
 def contracted(rows: Any) -> Any:
-    """What a weight gradient reads of rows, which may be in chunks: their array if they have it."""
+    """The part of rows, or of chunks, that a weight gradient reads: their array if they have it."""
     if isinstance(rows, Chunked):
         return Chunked([contracted(chunk) for chunk in rows.chunks], rows.starts)
     return rows if is_array(rows) or rows.array is None else rows.array

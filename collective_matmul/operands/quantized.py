@@ -75,7 +75,7 @@ class Quantized:
         return dataclasses.replace(self, array=None)
 
     def with_array(self, array: jax.Array) -> Quantized:
-        """The same matrices for another array of these values."""
+        """The matrices with another array of these values."""
         return dataclasses.replace(self, array=array)
 
     def reshape(self, *shape: int) -> Quantized:

@@ -77,7 +77,7 @@ class Sharded:
 
 
 def stored(w: Any) -> Any:
-    """What this device stores of a weight: its shard, or the weight itself."""
+    """The part of a weight that this device stores: its shard, or the weight itself."""
     return w.value if isinstance(w, Sharded) else w
 
 

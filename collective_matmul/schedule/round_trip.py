@@ -122,7 +122,7 @@ def walk_round_trip(
 def _returned(
     gather: Gather, visits: Sequence[Visit], made: dict[tuple[int, int], Any]
 ) -> dict[tuple[int, int], Any]:
-    """What arrives at home when all devices send these results to their owners.
+    """The results that arrive at home when all devices send these to their owners.
 
     All results of a visit are named by its number: another device made them, on the same visit.
     """

@@ -178,8 +178,8 @@ def _check_place(device: Any, path: str | os.PathLike | None) -> None:
         return
     raise ValueError(
         f"path=None: the devices are of {device.device_kind}, where nothing runs under a matmul,"
-        " and later programs would use their table; give it a path of its own (the command has"
-        f" --output), or set {table_files.CACHE_VARIABLE}"
+        " and later programs would use their table; give it a path of its own (--output or"
+        f" --tune-table of the commands), or set {table_files.CACHE_VARIABLE}"
     )
 
 
@@ -247,7 +247,7 @@ class _Tuner:
         )
 
     def _names_of(self, site: Request) -> Iterator[str]:
-        """What is measured of a request."""
+        """The names that are measured for a request."""
         yield from (name for name in self.implementations if name in site.backends)
         if OPS[site.op].has_bound:
             yield COMPUTE_ONLY

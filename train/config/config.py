@@ -271,6 +271,11 @@ class Config:
     plan: bool = False
     """Print the fastest meshes, --zero, --remat and microbatches that fit --devices, with their
     predicted step times, and stop. Flags that differ from the preset's are kept."""
+    tune: bool = False
+    """Measure the collective matmuls of one step on the GPUs here with every backend, save the
+    table from which later runs choose, and stop."""
+    tune_table: str | None = None
+    """File of that table; default: the one in the user's cache, which later runs read."""
     verbose: bool = False
     """List, in a dry run, the gathers and sums that are left alone, each with the reason."""
     device: Literal["H200", "H100", "A100"] | None = None

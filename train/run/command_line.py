@@ -50,6 +50,7 @@ from train.run.evaluate_only import evaluate_only
 from train.run.evaluation import evaluated_sequences
 from train.run.loop import NonFiniteError, train
 from train.run.setup import Setup, prepare
+from train.run.tuning import tune_step
 
 
 def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
@@ -77,6 +78,9 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
         console = Console(quiet=not is_first())
         if config.eval_only:
             evaluate_only(config, console)
+            return
+        if config.tune:
+            tune_step(config, console)
             return
         setup = prepare(config)
         announce(setup, console)

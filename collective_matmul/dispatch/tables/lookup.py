@@ -51,7 +51,7 @@ class Comparison:
         return self.gain - 1 >= self.relative_error
 
     def with_reference(self, reference_seconds: float) -> Comparison:
-        """The same gain over a reference that takes other seconds."""
+        """A comparison with this gain over a reference of other seconds."""
         seconds = reference_seconds * (self.seconds / self.reference_seconds)
         return replace(self, seconds=seconds, reference_seconds=reference_seconds)
 

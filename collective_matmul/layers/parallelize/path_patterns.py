@@ -1,4 +1,4 @@
-"""Which layer of a model gets which parallel style, by patterns over the layers' paths."""
+"""Parallel styles for the layers of a model, by patterns over the layers' paths."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def class_that_calls(kind: type) -> type:
 
 
 def _listed(kinds: Collection[type], library: str) -> str:
-    """As in "linen.Dense and linen.DenseGeneral"."""
+    """Classes in words, such as "linen.Dense and linen.DenseGeneral"."""
     *others, last = (f"{library}.{kind.__name__}" for kind in kinds)
     return f"{', '.join(others)} and {last}" if others else last
 

@@ -32,9 +32,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir.dialects import nvvm
 
 from collective_matmul._compat import in_place_kernel
-from collective_matmul.mosaic_gpu.hopper_matmul.fences import wgmma_fence
 from collective_matmul.mosaic_gpu.hopper_matmul.operands import Operand
 from collective_matmul.mosaic_gpu.hopper_matmul.tile_loader import TileLoader
 from collective_matmul.mosaic_gpu.hopper_matmul.tile_scheduler import BLOCK_AXES
@@ -51,6 +51,16 @@ from collective_matmul.mosaic_gpu.kernel_types import (
 
 # Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
+
+
+@plgpu.inline_mgpu()
+def wgmma_fence(_: Any) -> None:
+    """Orders the accumulator's registers before a wgmma; Pallas has no such fence.
+
+    Without this ptxas adds fences itself. Where it cannot prove that all lanes arrive together, it
+    makes each wgmma wait for the one before.
+    """
+    nvvm.wgmma_fence_aligned()
 
 
 class PersistentGemm(TileLoader):

@@ -1,4 +1,4 @@
-"""Loads scales of rows from messages, which may have been stored by peers while the kernel runs."""
+"""Loads scales of packed rows, which peers may have stored while the kernel runs."""
 
 from __future__ import annotations
 

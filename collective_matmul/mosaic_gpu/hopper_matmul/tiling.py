@@ -86,7 +86,7 @@ class Tiling:
         return self.shared_memory_bytes_of(ITEMSIZE)
 
     def shared_memory_bytes_of(self, itemsize: int) -> int:
-        """The same for operands whose elements have this many bytes."""
+        """Bytes of all stages, for operands whose elements have `itemsize` bytes."""
         step = (self.tile_m + self.tile_n) * self.tile_k
         epilogue_tile = CONSUMERS * self.warpgroup_tile[0] * self.epilogue_tile_n
         operands = itemsize * self.max_concurrent_steps * step

@@ -109,7 +109,7 @@ POLL:
 
 
 class Awaited(NamedTuple):
-    """What a wait is for, which is reported if it takes too long.
+    """The purpose of a wait, which is reported if it takes too long.
 
     Attributes:
       kernel: the name of the kernel.

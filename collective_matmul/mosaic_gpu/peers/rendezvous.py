@@ -174,7 +174,7 @@ class Rendezvous:
 
     @property
     def _translation(self) -> Address | None:
-        """What is added to an address of this device, for its peers; None in one process."""
+        """The difference between an address here and the one for peers; None in one process."""
         if jax.process_count() == 1:
             return None
         low, high = (self._workspace_pointers[2 * self.devices + word] for word in (1, 2))

@@ -112,7 +112,7 @@ def explain_attention(
     implementation: Implementation = None,
     differentiated: bool = True,
 ) -> AttentionDecision:
-    """Which kernel `dot_product_attention` takes, and why.
+    """The kernel that `dot_product_attention` takes, and why.
 
     The arguments are those of `dot_product_attention`, of which the shapes and dtypes count.
 

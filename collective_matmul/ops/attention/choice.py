@@ -1,4 +1,4 @@
-"""Which kernel computes an attention: the one requested, or the fastest that was measured.
+"""The choice of the kernel for an attention: the one requested, or the fastest that was measured.
 
 The measured times ship with the library (`collective_matmul.data`). A request takes the entry that
 is most like it. On devices of which none were measured, kernels are tried in the order of
@@ -157,7 +157,7 @@ def _requested(request: AttentionRequest, requested: Sequence[str]) -> Attention
 def _missed(
     request: AttentionRequest, measured: Measured, order: Sequence[str], chosen: str
 ) -> str | None:
-    """What the fastest kernel would gain, if it is not possible here."""
+    """The gain of the fastest kernel, in words, if it is not possible here."""
     fastest = order[0]
     reason = KERNELS[fastest].unsupported_reason(request)
     if fastest == chosen or reason is None or chosen not in measured.microseconds:

@@ -101,7 +101,7 @@ class CudnnAttention(AttentionKernel):
 def forward_of(
     attend: Attend, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What a function with one call of cuDNN returns, and the log-sum-exp that it keeps."""
+    """The result of a function with one call of cuDNN, and the log-sum-exp that it saves."""
 
     @jax.jit
     def forward(*heads: jax.Array) -> tuple[jax.Array, jax.Array]:

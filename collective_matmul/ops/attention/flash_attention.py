@@ -234,7 +234,7 @@ def _offsets_of_segments(segments: Segments | None) -> tuple[jax.Array, ...]:
 
 
 def _offsets_of_parts(parts: Parts) -> tuple[jax.Array, ...]:
-    """Where each part begins, and the end: int32 [P + 1] for queries, and for keys."""
+    """Offsets of all parts, and the end: int32 [P + 1] for queries, and for keys."""
 
     def offsets(lengths: jax.Array) -> jax.Array:
         ends = jnp.cumsum(lengths, dtype=jnp.int32)

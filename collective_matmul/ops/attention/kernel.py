@@ -103,7 +103,7 @@ class AttentionKernel(Protocol):
         parts: Parts,
         request: AttentionRequest,
     ) -> tuple[jax.Array, jax.Array]:
-        """As `forward`, for parts of several lengths that the program computes.
+        """`forward` for parts of several lengths that the program computes.
 
         Args:
           query: [S, N, H].
@@ -129,6 +129,6 @@ class AttentionKernel(Protocol):
         parts: Parts,
         request: AttentionRequest,
     ) -> Gradients:
-        """As `backward`, for parts. Keys that no query attends to have gradients of zero."""
+        """`backward` for parts. Keys that no query attends to have gradients of zero."""
         del query, key, value, out, log_sum_exp, cotangent, parts
         raise TypeError(f"{self.name} has no attention of parts, for {request}")

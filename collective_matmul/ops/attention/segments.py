@@ -26,7 +26,7 @@ class Pack(NamedTuple):
     """
 
     starts: jax.Array
-    """Where segments begin, relative to their block; then -1: int32 [b, segments]."""
+    """Offsets of segments in their block; then -1: int32 [b, segments]."""
     lengths: jax.Array
     """The lengths of these segments; then -1: int32 [b, segments]."""
     members: jax.Array
@@ -40,7 +40,7 @@ class Pack(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Which tokens of each sequence belong together. A pytree of arrays."""
+    """The segments of tokens that belong together, in each sequence. A pytree of arrays."""
 
     ids: jax.Array
     """The number of each token's segment within its sequence, from 0: int32 [B, S]."""
@@ -56,7 +56,7 @@ class Segments(NamedTuple):
 
     @property
     def offsets(self) -> jax.Array:
-        """int32 [B * M + 1], where each segment begins in the batch, read as one sequence.
+        """Offsets of all segments in the batch, read as one sequence, int32 [B * M + 1].
 
         The last number is the number of tokens.
         """

@@ -31,7 +31,7 @@ class ExpertBackend(Backend, Protocol):
         ...
 
     def routings(self, request: ExpertRequest, routing: Routing) -> tuple[Sequence[Routing], Any]:
-        """What routers decided about the tokens of each visit, from this device's.
+        """The routings of the tokens of each visit, from this device's.
 
         Returns:
           The routings of the visits; and arrays of the backend's own, which round trips of both

@@ -128,7 +128,7 @@ class ExpertRequest(HasFormat, Request):
 
     @property
     def communicated_dtypes(self) -> tuple[str, ...]:
-        """What travels of tokens, of gradients of results and of results, in words."""
+        """The dtypes in which tokens, gradients of results and results travel, in words."""
         stored = self.format if self._sends_rows else PLAIN
         rows = [stored.wire_dtype(self.dtype, backward=False)]
         if self.direction == "backward":
@@ -254,7 +254,7 @@ class ExpertRequest(HasFormat, Request):
         )
 
     def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
-        """What travels of operands in a format. Grouped matmuls say what is multiplied."""
+        """The dtypes that travel; "" for operands without a format."""
         del multiplied
         return "" if self.format == PLAIN else f"travels {' and '.join(self.communicated_dtypes)}"
 

@@ -1,4 +1,4 @@
-"""Which rows go to which of a device's experts: the plan of each visit.
+"""The rows for each of a device's experts: the plan of each visit.
 
 Pairs of a token and one of its experts are sorted by the expert. A device has some of the experts;
 pairs of others, and of no expert at all, come last, and nothing is computed for them. So the number
@@ -21,7 +21,7 @@ from collective_matmul.operands.arithmetic import accumulator
 
 
 class Routing(NamedTuple):
-    """What a router decided about some tokens.
+    """The decision of a router about some tokens.
 
     Attributes:
       ids: int32 [T, k], the numbers of experts.

@@ -1,4 +1,4 @@
-"""Which tokens a device sends to which other one, in blocks of a static size.
+"""The tokens that a device sends to each other one, in blocks of a static size.
 
 A token goes to each device that has one of its experts, once. A block has C slots, the capacity.
 Offset o names the device o places after this one. At offset 0 tokens stay and need no slot.
@@ -18,7 +18,7 @@ from jax import lax
 
 
 class Slots(NamedTuple):
-    """Where tokens of a device travel, and where their results are once they are back.
+    """The slots in which a device's tokens travel, and those of their results.
 
     Attributes:
       overflow: bool scalar, whether a token has no slot in a block that it belongs to.

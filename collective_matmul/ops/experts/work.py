@@ -1,4 +1,4 @@
-"""What a device does with the tokens of a visit: the products of its experts, and their gradients.
+"""The work of a device on the tokens of a visit: the products of its experts, and their gradients.
 
 Legend: T tokens of the visit, k experts of a token, M = T k pairs in the order of a `Plan`, E
 experts of this device, h the width of tokens, f hidden features. With X, DY the rows of tokens and
@@ -98,7 +98,7 @@ class Hidden(NamedTuple):
 
 
 class GradientRows(NamedTuple):
-    """What the gradients of weights are computed from, for one visit.
+    """The rows from which gradients of weights are computed, for one visit.
 
     Attributes:
       x: tokens [T, h], as they arrived.

@@ -68,7 +68,7 @@ class Stack(Repetitions):
         return in_format(self.site, operands)
 
     def plain_operands(self, implementation: str) -> StackOperands:
-        """As `operands`, in arrays of the site's dtype."""
+        """`operands` in arrays of the site's dtype."""
         site = self.site
         gathered = site.axis_size if implementation == COMPUTE_ONLY else 1
         xs = [x for x, _ in site.operands]

@@ -115,7 +115,7 @@ def sites(
 def _is_quantized(site: Site, fp8: RecipeName) -> bool:
     """Whether a recipe is used at a site; not where a forward pass keeps the gathered array.
 
-    That array is then used in the site's dtype too. It travels beside the message, except with
+    That array is then used in the site's dtype too. It travels beside the packed rows, except with
     recipes whose weight gradient is in 8 bits.
     """
     kept = site.keep_gathered and site.direction == "forward"

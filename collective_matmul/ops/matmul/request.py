@@ -125,7 +125,7 @@ class Site(HasFormat, Request):
 
     @property
     def flat(self) -> Site:
-        """The same work with leading dimensions joined and the axis unnamed: [m, K] @ [K, N].
+        """This work with leading dimensions joined and the axis unnamed: [m, K] @ [K, N].
 
         Sites with equal work have equal flat sites: tables are keyed by them. Operands are sorted,
         the largest first. Weights are stored as in a model: [K, N], or [N, K] in a backward pass.
@@ -431,7 +431,7 @@ class Site(HasFormat, Request):
         return None if self.format == PLAIN else backend.multiplied_dtypes(self)
 
     def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
-        """What travels and what is multiplied, as in "travels bfloat16, multiplies float32".
+        """The dtypes that travel and are multiplied: "travels bfloat16, multiplies float32".
 
         Empty unless another format than arrays was asked for.
         """

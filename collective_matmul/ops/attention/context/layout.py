@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each device has, and the chunks that a sequence is cut into.
+"""The tokens of a sequence that each device has, and the chunks that a sequence is cut into.
 
 Legend: S tokens of the sequence, D devices, s = S / D tokens of a device, c tokens of a chunk.
 

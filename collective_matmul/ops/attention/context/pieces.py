@@ -69,7 +69,7 @@ def number_of(request: ContextRequest, device: jax.Array, piece: Piece) -> jax.A
 
 
 def rows_of_chunks(request: ContextRequest, device: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Which of `pieces_of` has each chunk: int32, of any shape; 0 for one that no piece is."""
+    """Index into `pieces_of` for each chunk: int32, of any shape; 0 for chunks of no piece."""
     chunks, devices = request.chunks, np.int32(request.axis_size)
     is_late = numbers >= devices  # Of the zigzag layout alone.
     owner = jnp.where(is_late, np.int32(chunks.count - 1) - numbers, numbers)

@@ -83,6 +83,6 @@ class XlaContext(ContextBackend):
         return Prediction(context_cost.xla_seconds(request), 0.0, gpu.basis)
 
     def unprofitable_reason(self, request: ContextRequest) -> str | None:
-        """Where the machine has another kernel, scores need not be in memory."""
+        """The reason where the machine has a kernel that stores no scores in memory."""
         name = context_cost.kernel_name(request)
         return None if name == REFERENCE else f"would have all scores in memory, unlike {name}"

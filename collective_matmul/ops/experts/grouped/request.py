@@ -198,7 +198,7 @@ class GroupedRequest(HasFormat, Request):
         return None if self.format == PLAIN else backend.multiplied_dtypes(self)
 
     def line_dtypes(self, multiplied: tuple[str, str] | None) -> str:
-        """What is multiplied, as in "multiplies bfloat16", of operands in a format."""
+        """The dtypes that are multiplied, in words; "" for operands without a format."""
         if self.format == PLAIN:
             return ""
         name = np.dtype(self.dtype).name

@@ -176,7 +176,7 @@ class TritonGrouped(GroupedBackend):
         return list(dict.fromkeys((wide, *others, narrow)))
 
     def configured(self, configuration: Configuration) -> Self:
-        """The same backend with fixed blocks."""
+        """This backend with fixed blocks."""
         assert isinstance(configuration, Blocks)
         return type(self)(configuration)
 

@@ -282,7 +282,7 @@ class AllGatherGemm(PersistentGemm):
 
 
 class ScaledAllGatherGemm(ScaledMultiplication, AllGatherGemm):
-    """The same for operands in 8 bits. What is gathered are messages, with their scales."""
+    """The kernel for operands in 8 bits. It gathers packed rows, with their scales."""
 
     # The scales of a row arrive with it.
     scales_arrive = True

@@ -168,7 +168,7 @@ def _usual_box_bytes(config: AllGatherConfig, multiprocessors: int) -> int:
 
 
 def _sent_in(config: AllGatherConfig, box_bytes: int, multiprocessors: int) -> AllGatherConfig:
-    """The same, in boxes of at most `box_bytes`, and as few messages as keep all blocks sending."""
+    """Cuts messages into boxes of at most `box_bytes`, as few as keep all blocks sending."""
     boxed = replace(config, box=_box(config, box_bytes), boxes_per_message=1)
     # No message has parts of two slabs.
     boxes = _rows_of_all_groups(boxed) // boxed.box[0] * boxed.boxes_across

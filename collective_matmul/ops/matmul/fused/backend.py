@@ -144,7 +144,7 @@ class Fused(MatmulBackend):
         )
 
     def configured(self, configuration: Configuration) -> Self:
-        """The same kernels, held to one configuration, which must be one of the site's."""
+        """These kernels, held to one configuration, which must be one of the site's."""
         return dataclasses.replace(self, config=configuration)
 
     def configuration_record(

@@ -116,7 +116,7 @@ def feasible_tilings(
 
 
 def other_tile_orders(tiling: Tiling, width: int, length: int) -> list[Tiling]:
-    """The same tiling with each other `grid_tile_width` that makes a difference.
+    """The tiling with each other `grid_tile_width` that makes a difference.
 
     Args:
       tiling: tiling of a configuration.

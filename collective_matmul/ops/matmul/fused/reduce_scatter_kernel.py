@@ -369,7 +369,7 @@ class GemmReduceScatter(OwnerTileScheduler):
 
 
 class ScaledGemmReduceScatter(ScaledMultiplication, GemmReduceScatter):
-    """The same for operands in 8 bits: messages, all of which are there from the start.
+    """The kernel for operands in 8 bits: packed rows, all of which are there from the start.
 
     Products are scaled before they are rounded, so they are sent and summed as in half precision.
     """

@@ -1,4 +1,4 @@
-"""What the fused kernels ask of their operands, which are in half precision or in 8 bits."""
+"""Operands as the fused kernels take them: in half precision or in 8 bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sizes_of(w: AnyWeight, transpose_w: bool) -> tuple[int, int]:
 
 
 def array_of(x: Any) -> Any:
-    """What travels of an x: itself, or its packed rows."""
+    """The array of an x that travels: itself, or its packed rows."""
     return x.packed if isinstance(x, PackedRows) else x
 
 
@@ -46,7 +46,7 @@ def contracted_axis(w: AnyWeight, transpose_w: bool) -> Any:
 
 
 def values_of(w: Weight) -> jax.Array:
-    """What is multiplied of a weight: [1, K, N], or [1, N, K] if it is transposed or in 8 bits."""
+    """The values of a weight: [1, K, N], or [1, N, K] if it is transposed or in 8 bits."""
     return (w.values if isinstance(w, ScaledMatrix) else w)[None]
 
 
@@ -97,7 +97,7 @@ def operands_of(site: Site) -> tuple[list[Any], list[Any]]:
 
 
 def wanted_sizes(w: AnyWeight, in_half_precision: str) -> str:
-    """What a message says of the sizes that a kernel wants."""
+    """The sizes that a kernel wants, in words."""
     if isinstance(w, ScaledMatrix):
         return "K to be a multiple of 128 and the columns of 64"
     return in_half_precision

@@ -205,7 +205,7 @@ class ArrivedWeights(ArrivingWeights):
 
 
 def _replaced(chunks: Sequence[Rows], arrays: Sequence[jax.Array]) -> list[Rows]:
-    """The same chunks of other arrays."""
+    """The chunks with other arrays."""
     return [chunk._replace(array=array) for chunk, array in zip(chunks, arrays, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What a device computes by itself, once keys and values are there.
+"""Attention of one device by itself, once keys and values are there.
 
 ==============  ============================================================================
 file            what it is

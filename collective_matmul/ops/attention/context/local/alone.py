@@ -1,4 +1,4 @@
-"""What a device computes by itself: attention by the kernel that the machine has."""
+"""Attention of one device by itself, by the kernel that the machine has."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from collective_matmul.ops.attention.kernel import Gradients
 
 
 class Queries:
-    """What a device attends with: its queries and, in the backward pass, what the forward returned.
+    """A device's queries and, in the backward pass, the results of the forward.
 
     Args:
       request: the request.
@@ -56,7 +56,7 @@ class Queries:
         self.is_masked = request.window is not None or ids is not None
 
     def replaced(self, arrays: Sequence[jax.Array]) -> Queries:
-        """The same with other arrays, as a barrier returns them."""
+        """These queries with other arrays, as a barrier returns them."""
         query, *kept = arrays
         return Queries(self.request, query, self.ids, kept)
 
@@ -169,7 +169,7 @@ class Queries:
         return kernel.backward(query, key, value, out, log_sum_exp, cotangent, None, attention)
 
     def _tokens(self, device: jax.Array) -> Tokens:
-        """Where a device's tokens are in the sequence."""
+        """The positions of a device's tokens in the sequence."""
         numbers = self.request.chunks.numbers(device)
         positions = self.request.chunks.positions_of_chunks(numbers)
         if self.ids is None:

@@ -37,7 +37,7 @@ class Attended(NamedTuple):
 
 
 def merge(*terms: Attended) -> Attended:
-    """What attention to the keys of all terms gives: sums in float32 or wider."""
+    """Merges terms into attention to the keys of all of them: sums in float32 or wider."""
     rows = jnp.stack([term.log_sum_exp for term in terms])
     total = jax.nn.logsumexp(rows, axis=0)
     finite = jnp.where(jnp.isneginf(total), jnp.zeros_like(total), total)
