@@ -182,7 +182,7 @@ def sites_of(program: Any, requested: tuple[str, ...] | None = None) -> list[Fou
 
 
 def sites_and_keys(program: Any) -> tuple[list[FoundSite], dict[int, tuple]]:
-    """The same, and the keys of those outside shard_map, by the ids of equations of the program."""
+    """Finds sites as `sites_of` does, and the keys of those outside shard_map, by equation ids."""
     rewriter = Rewriter(None)
     rewriter.rewrite(program)
     return rewriter.found, rewriter.keys

@@ -65,7 +65,7 @@ class Segments(NamedTuple):
 
     @property
     def mask(self) -> jax.Array:
-        """bool [B, 1, S, S], whether two tokens are of one segment."""
+        """Whether two tokens are of one segment, bool [B, 1, S, S]."""
         return self.ids[:, None, :, None] == self.ids[:, None, None, :]
 
 

@@ -119,8 +119,8 @@ def all_gather_matmul(
       w: [K, *N], or a sequence of such; or their shards over `weight_axis_name`.
       axis_name: the mesh axis to gather over.
       gather_dimension: the dimension of x that is sharded; any but the last.
-      weight_axis_name: a second mesh axis, which shards the weights; see `collective_matmul.ops.matmul.api`.
-        None: they are whole.
+      weight_axis_name: a second mesh axis, which shards the weights, as described for
+        `collective_matmul.ops.matmul.api`. None: they are whole.
       weight_dimension: the dimension of every w that `weight_axis_name` shards, 0 or 1.
       fp8: None, or the recipe by which operands are quantized, or the name of a registered format;
         see `collective_matmul.ops.matmul.api`.
@@ -179,8 +179,8 @@ def matmul_reduce_scatter(
       scatter_dimension: the dimension of x, and of the result, to scatter; any but the last.
       mean: average over the axis instead of summing: the sum is divided by D at the end, so in
         float16 it must not overflow before.
-      weight_axis_name: a second mesh axis, which shards the weights; see `collective_matmul.ops.matmul.api`.
-        None: they are whole.
+      weight_axis_name: a second mesh axis, which shards the weights, as described for
+        `collective_matmul.ops.matmul.api`. None: they are whole.
       weight_dimension: the dimension of w that `weight_axis_name` shards, 0 or 1.
       fp8: None, or the recipe by which operands are quantized, or the name of a registered format;
         see `collective_matmul.ops.matmul.api`.
@@ -235,8 +235,8 @@ def matmul_all_reduce(
       x: [..., k], with k this device's slice of the contraction.
       w: [k, *N].
       axis_name: the mesh axis to sum over.
-      weight_axis_name: a second mesh axis, which shards the weights; see `collective_matmul.ops.matmul.api`.
-        None: they are whole.
+      weight_axis_name: a second mesh axis, which shards the weights, as described for
+        `collective_matmul.ops.matmul.api`. None: they are whole.
       weight_dimension: the dimension of w that `weight_axis_name` shards, 0 or 1.
       fp8: None, or the recipe by which operands are quantized, or the name of a registered format;
         see `collective_matmul.ops.matmul.api`.

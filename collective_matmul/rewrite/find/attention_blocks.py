@@ -48,7 +48,7 @@ class AttentionBlocks:
             self.look_into(body)
 
     def remark(self, equation: JaxprEqn) -> str | None:
-        """What a gather is to an attention, and what to call; None for any other collective."""
+        """The role of a gather in an attention, and what to call; None for any other collective."""
         _, remark = self._remarks.get(identity_of(equation), (None, None))
         return remark
 

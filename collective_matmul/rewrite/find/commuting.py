@@ -133,7 +133,7 @@ class CommutingOp:
         return same_blocks(self.shape_after, dimension, self.shape_before, devices)
 
     def on_shard(self, graph: Graph, dimension: int | None, devices: int) -> ShardOp:
-        """The same operation on a shard.
+        """The operation, applied to a shard.
 
         Args:
           graph: the dataflow that the equation is part of.

@@ -64,7 +64,7 @@ EVERYWHERE = Region()
 
 @dataclass(frozen=True)
 class Values:
-    """What is known of the values in a jaxpr.
+    """Knowledge of the values in a jaxpr.
 
     Attributes:
       divergent: the divergent axes of the jaxpr's region.
@@ -111,7 +111,7 @@ class Divergence(Propagation):
         return self.region(jaxpr, divergent, ())
 
     def values(self, jaxpr: Jaxpr, region: Region) -> Values:
-        """What is known of the values in a jaxpr; nothing where that is irrelevant."""
+        """Knowledge of the values in a jaxpr; none where that is irrelevant."""
         known: dict[Any, Axes] = {}
         if region.arguments is not None:
             known = self.variables(jaxpr, dict(zip(jaxpr.invars, region.arguments, strict=True)))

@@ -85,7 +85,7 @@ class ManualRegion:
         ]
 
     def kind(self, graph: Graph) -> CollectiveKind:
-        """What it communicates."""
+        """The collective that it communicates by."""
         if self.summed is None:
             return "all_gather"
         (result,) = graph.equations[self.equations[-1]].outvars

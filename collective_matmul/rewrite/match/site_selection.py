@@ -138,7 +138,7 @@ class SiteSelection:
         )
 
     def _inputs(self, match: Match) -> tuple[Atom, ...]:
-        """What the replacement of a match reads; of a gather, without its weights."""
+        """The values that the replacement of a match reads; of a gather, without its weights."""
         if isinstance(match, SumMatch):
             return tuple(atom for term in match.terms for atom in (term.x, term.w))
         if match.collective.kind == "all_gather":

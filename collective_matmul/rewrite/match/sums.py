@@ -199,7 +199,7 @@ def _summands(equation: JaxprEqn, path: SumPath) -> list[tuple[Atom, SumPath]]:
 
 
 def _other_use(graph: Graph, atom: Atom, path: SumPath) -> str:
-    """What else uses the operand of the sum, which an op would not compute."""
+    """Names other users of the operand of the sum, which an op would not compute."""
     others = [graph.equations[user] for user in graph.users(atom) if user not in path.consumed]
     others_named = " and ".join(map(described, others)) or "the result of the function around it"
     return f"the summed array is also used elsewhere, by {others_named}"

@@ -144,7 +144,7 @@ def _root_replacement(match: GatherMatch, residual: ResidualRef, dimension: int)
 
 
 def _stored_weights(placed: PlacedMatch, matmuls: Sequence[Matmul]) -> list[Atom]:
-    """What the program stores of the weights of matmuls: shards, if the op gathers these."""
+    """The weights of matmuls as the program stores them: shards, if the op gathers these."""
     return [weight.shard for weight in placed.weights] or [matmul.w for matmul in matmuls]
 
 
