@@ -8,7 +8,7 @@ BIN := $(ENV)/bin
 .DELETE_ON_ERROR:
 # Two installations into one environment would spoil each other.
 .NOTPARALLEL:
-.PHONY: help train test lint clean
+.PHONY: help train test lint docs clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
@@ -30,9 +30,13 @@ lint: $(ENV)/installed-lint ## check style, format and types
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
+# Broken links, missing references and pages that no index lists are errors. Nothing is fetched.
+docs: $(ENV)/installed-docs ## make the site, build/docs/index.html, from docs/ and the docstrings
+	@$(BIN)/python -m sphinx --quiet -W --keep-going -c docs -d build/doctrees . build/docs
+
 clean: ## remove the environments and caches; checkpoints and logs stay
 	if [ -f $(ENV)/pyvenv.cfg ]; then rm -rf $(ENV); fi
-	rm -rf .venv-* .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv-* .pytest_cache .ruff_cache .hypothesis build dist docs/reference/generated
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extra with the CUDA build of jax for this machine's NVIDIA driver; empty without a driver.
@@ -43,6 +47,7 @@ CUDA = $(shell $(NVIDIA_DRIVER) | awk -F. '{ print ($$1 >= 580 ? ",cuda" : ",cud
 $(ENV)/installed-train: EXTRAS = train,hf$(CUDA)
 $(ENV)/installed-test: EXTRAS = test$(CUDA)
 $(ENV)/installed-lint: EXTRAS = lint
+$(ENV)/installed-docs: EXTRAS = docs
 
 # Each file marks a finished installation, which a later change of pyproject.toml repeats.
 $(ENV)/installed-%: pyproject.toml | $(ENV)/created

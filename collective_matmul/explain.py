@@ -140,7 +140,7 @@ class Explanation:
         return totals
 
     def _advice_on_gathers(self) -> list[str]:
-        """What to do about ops that gather the same array, each for itself."""
+        """Advice about ops that gather the same array, each for itself."""
         number = self.merged_by_reference.number
         if not number:
             return []

@@ -319,9 +319,13 @@ def better_name(place: Place) -> str | None:
 
 
 def docstring_openers(tree: SourceTree) -> Findings:
+    """Docstrings that say something about a thing before they say what it is."""
     for module in tree.modules:
+        openers = r"(The same|It|What|As|Of|That of|Those)\b"
+        if module.name.partition(".")[0] not in (LIBRARY, "docs"):
+            openers = r"(Of|That of|Those|As of)\b"
         for place, docstring in module.docstrings():
-            if re.match(r"(Of|That of|Those|As of)\b", docstring):
+            if re.match(openers, docstring):
                 yield Finding(place, f"has a docstring that opens with {docstring.split()[0]!r}")
 
 

@@ -21,10 +21,12 @@ import pytest
 from collective_matmul.dispatch.registry import OPS, unregister_op
 from collective_matmul.operands.format import FORMATS, unregister_format
 from collective_matmul.ops.matmul.backends import BACKENDS, unregister
+from docs import flag_tables
+from tests.test_conventions import LIBRARY, PUBLIC_MODULES, REPOSITORY
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], key=lambda page: page.relative_to(ROOT).parts
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")], key=lambda page: page.relative_to(ROOT).parts
 )
 #: What pages may register, by name, and how it is removed.
 REGISTERED = ((BACKENDS, unregister), (FORMATS, unregister_format), (OPS, unregister_op))
@@ -32,7 +34,7 @@ FOLDERS = ("collective_matmul", "models", "train", "benchmarks", "docs", "tests"
 
 
 class Block(NamedTuple):
-    """A fenced block of a page."""
+    """A fenced block of a page. Sphinx's directives are blocks of languages such as "{toctree}"."""
 
     language: str
     line: int
@@ -45,7 +47,7 @@ def name_of(page: Path) -> str:
 
 def blocks_of(page: Path) -> Iterator[Block]:
     text = page.read_text(encoding="utf-8")
-    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    for match in re.finditer(r"^```([\w{}-]*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield Block(match[1], text[: match.start()].count("\n") + 2, match[2])
 
 
@@ -128,7 +130,7 @@ def test_chart_of_the_readme_is_drawn_from_its_report():
 
 
 def test_chart_of_single_ops_is_drawn_from_its_report():
-    bars, report = bars_and_report_of(ROOT / "docs" / "benchmarks.md")
+    bars, report = bars_and_report_of(ROOT / "docs" / "reference" / "benchmarks.md")
     assert bars == drawn_bars(report)
 
 
@@ -167,9 +169,9 @@ def read_times(report: Path) -> dict[str, dict[str, float]]:
 
 
 def test_numbers_in_benchmark_tables_are_in_the_reports_of_their_section():
-    page = ROOT / "docs/benchmarks.md"
+    page = ROOT / "docs/reference/benchmarks.md"
     for section in re.split(r"^##+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
-        reports = re.findall(r"\]\(\.\./(benchmarks/reports/[^)]+\.md)\)", section)
+        reports = re.findall(r"\]\(\.\./\.\./(benchmarks/reports/[^)]+\.md)\)", section)
         reported = [
             float(number)
             for report in reports
@@ -193,10 +195,57 @@ def measured_cells(row: str) -> str:
     return " ".join(re.sub(r"[\d.]+×|[A-Z]=\d+|\d+B", "", cell) for cell in cells)
 
 
-def test_every_page_is_listed_in_the_readme():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for page in PAGES:
-        assert page.name == "README.md" or f"({name_of(page)})" in readme, name_of(page)
+def test_every_page_is_listed_in_the_index():
+    index = ROOT / "docs/index.md"
+    linked = {(index.parent / target).resolve() for target in links_of(index)}
+    assert {*PAGES} - {index} <= linked
+
+
+def test_every_public_name_has_a_page():
+    """Sphinx fails for names that are listed here and do not exist."""
+    page = ROOT / "docs/reference/api.md"
+    documented, module = set(), ""
+    for block in blocks_of(page):
+        for line in block.text.splitlines():
+            if line.startswith(".. currentmodule:: "):
+                module = line.split()[-1]
+            elif line.startswith(".. py:data:: "):
+                documented.add(line.split()[-1])
+            elif re.fullmatch(r" +\w+", line):
+                documented.add(f"{module}.{line.strip()}")
+    public = {
+        f"{module}.{name}"
+        for module in PUBLIC_MODULES
+        for name in importlib.import_module(module).__all__
+    }
+    assert documented == public
+
+
+def test_every_flag_is_in_the_tables():
+    shown = set(re.findall(r"\| `--([\w.-]+)` \|", flag_tables.pages()))
+    printed = help_of("train")
+    for command in ("import", "export", "generate"):
+        printed += help_of("models", command)
+    flags = set(re.findall(r"--([a-z][\w.-]*\w)", printed))
+    # The help also has the names that turn switches off.
+    on = {flag for flag in flags if not re.search(r"(^|\.)no-", flag)}
+    assert on - {"help"} == shown
+
+
+#: Strings of the code that look like environment variables, and are not.
+NOT_VARIABLES = {"CAUSAL_LM", "COLLECTIVES_PEER_MEMORY"}
+
+
+def test_every_environment_variable_is_in_the_table():
+    page = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
+    public = set(importlib.import_module(LIBRARY).__all__)
+    read = {
+        place.text
+        for module in REPOSITORY.below(LIBRARY, "models", "train")
+        for place in module.strings()
+        if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", place.text)
+    }
+    assert read - public - NOT_VARIABLES == set(re.findall(r"`([A-Z0-9]+_[A-Z0-9_]+)`", page))
 
 
 def test_workflow_runs_what_contributors_run():
@@ -206,12 +255,17 @@ def test_workflow_runs_what_contributors_run():
 
 @pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("benchmarks/reports/*.md")], ids=name_of)
 def test_links_lead_to_files_and_headings(page):
-    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", without_blocks(page)):
+    for target in links_of(page):
         path, _, heading = target.partition("#")
         file = page.parent / path if path else page
         assert file.exists(), f"{name_of(page)}: {target}"
         if heading:
             assert heading in headings_of(file), f"{name_of(page)}: {target}"
+
+
+def links_of(page: Path) -> list[str]:
+    """What the links of a page lead to, without those that leave the repository."""
+    return re.findall(r"\]\((?!https?:)([^)\s]+)\)", without_blocks(page))
 
 
 def without_blocks(page: Path) -> str:
@@ -227,8 +281,7 @@ def headings_of(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_named_in_prose_exist(page):
-    # The left column of a table of names has what was there before.
-    text = re.sub(r"^\| `[^|]*\|", "|", without_blocks(page), flags=re.MULTILINE)
+    text = without_blocks(page)
     # Words in capitals stand for others, as in benchmarks/reports/DATE-BENCHMARK.
     pattern = rf"`((?:{'|'.join(FOLDERS)})/[\w./\-]*)`"
     for path in (path for path in re.findall(pattern, text) if not re.search("[A-Z]{3}", path)):

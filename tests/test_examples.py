@@ -1,7 +1,8 @@
-"""The examples of the tutorials run, and come to what their pages say."""
+"""The examples of the tutorials run, and print what their pages show."""
 
 from __future__ import annotations
 
+import doctest
 import re
 import runpy
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+DOCS = Path(__file__).parents[1] / "docs"
+EXAMPLES = DOCS / "examples"
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -20,17 +22,28 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(path), run_name="__main__")
 
 
+def check_shown(page: str, printed: str) -> None:
+    """Each text block of a tutorial is in what its program printed; "..." stands for anything."""
+    text = (DOCS / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert shown
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.OutputChecker().check_output("".join(shown), printed, options), printed
+
+
 @pytest.mark.parametrize("name", ["nnx_model", "linen_model"])
 def test_a_model_learns_and_a_resumed_run_is_the_same(name, monkeypatch, capsys):
     names = run(name, monkeypatch)
     assert names["losses"] == sorted(names["losses"], reverse=True)
     assert names["resumed"] == names["losses"][-1]
-    assert "same loss: True" in capsys.readouterr().out
+    check_shown(name.removesuffix("_model"), capsys.readouterr().out)
 
 
 def test_plain_code_learns_with_its_own_numbers(monkeypatch, capsys):
     names = run("plain_jax", monkeypatch)
-    first = re.search(r"^loss (\S+), of the plain code (\S+)$", capsys.readouterr().out, re.M)
+    printed = capsys.readouterr().out
+    check_shown("plain_jax", printed)
+    first = re.search(r"^loss (\S+), of the plain code (\S+)$", printed, re.M)
     assert first is not None and first[1] == first[2]
     assert names["value"] < names["expected"]
 

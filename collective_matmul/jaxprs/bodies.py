@@ -57,7 +57,7 @@ class Body(NamedTuple):
         return opened(self.value)
 
     def arguments(self, operands: Sequence[_T]) -> list[_T]:
-        """What the arguments have of the equation's operands, or are slices of."""
+        """Operands of the equation that the arguments are, or are slices of."""
         assert self.operands is not None
         return [operands[index] for index in self.operands]
 

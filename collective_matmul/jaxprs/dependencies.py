@@ -34,7 +34,7 @@ class EquationGroup:
 
 
 class Dependencies:
-    """What each equation of a jaxpr waits for, given the equations that are executed together.
+    """Dependencies of each equation of a jaxpr, given the equations that are executed together.
 
     Args:
       graph: dataflow of the jaxpr.

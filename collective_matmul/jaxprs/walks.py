@@ -32,7 +32,7 @@ class Scope(Generic[_T]):
         self.values.update(zip(jaxpr.invars, arguments, strict=True))
 
     def run(self, execute: Callable[[JaxprEqn, list[_T]], Iterable[_T]]) -> list[_T]:
-        """What the results stand for.
+        """Executes the equations, and returns what the results stand for.
 
         Args:
           execute: returns what the results of an equation stand for, given the same of its

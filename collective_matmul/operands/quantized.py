@@ -65,7 +65,7 @@ class Quantized:
 
     @property
     def frozen(self) -> Quantized:
-        """The weight without its array: only the matrices occupy memory, and it has no gradient.
+        """The weight without its array. Only the matrices occupy memory, and it has no gradient.
 
         Raises:
           ValueError: if there are no matrices.

@@ -192,7 +192,7 @@ class _ParallelLinear(nnx.Module):
 
     @property
     def kernel_shape(self) -> KernelShape:
-        """The global shape of the kernel: its input features, and its output features."""
+        """The global shape of the kernel, as its input features and its output features."""
         sizes = layer_checks.sizes
         return sizes("in_features", self.in_features), sizes("out_features", self.out_features)
 
@@ -230,28 +230,30 @@ class ColumnParallelLinear(_ParallelLinear):
         heads of keys and values than devices. Then out_features[0] times copies is D, parameters
         are whole on every device, and the result is [..., S, D, ...], sharded.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
-      **options: use_bias (default False): whether to add a bias.
-        implementation: which backends execute the matmuls, as the ops take it; None chooses for
-        each shape. See `collective_matmul.ops.matmul.backends`.
-        fp8: None, or the recipe by which operands are quantized to 8 bits, as the ops take it. An x
-        that is not gathered is multiplied as it is.
-        weight_axis_name: a second mesh axis, which shards the kernel too, as in fully sharded data
-        parallelism; or None. Inside a `shard_map` over both axes, the ops gather the kernel in
-        their own loop, in `dtype`; elsewhere the compiler does.
-        weight_dimension (default 1): what it shards: 0 for the first of in_features, 1 for the
-        first of out_features.
-        dtype: dtype of the computation and of the communicated arrays; None promotes x and the
-        parameters.
-        param_dtype (default float32): dtype of the parameters.
-        kernel_init: initializer, called with the shape [product of in_features, product of
-        out_features].
-        bias_init: initializer, called with the shape [product of out_features].
-        frozen (default False): whether the kernel has no gradient: none is computed, and nothing is
-        gathered or kept for one.
-        lora: a `Lora`, whose parameters are ``lora_a`` [product of in_features, rank] and
-        ``lora_b`` [rank, product of out_features], both `nnx.LoRAParam`; or None. The kernel is
-        frozen then. What the adapter makes of x travels in the collective of the layer.
-        rngs (required): random keys for the initial parameters.
+      **options: the rest, by name:
+
+        * use_bias (default False): whether to add a bias.
+        * implementation: which backends execute the matmuls, as the ops take it; None chooses for
+          each shape. See `collective_matmul.ops.matmul.backends`.
+        * fp8: None, or the recipe by which operands are quantized to 8 bits, as the ops take it. An
+          x that is not gathered is multiplied as it is.
+        * weight_axis_name: a second mesh axis, which shards the kernel too, as in fully sharded
+          data parallelism; or None. Inside a `shard_map` over both axes, the ops gather the kernel
+          in their own loop, in `dtype`; elsewhere the compiler does.
+        * weight_dimension (default 1): what it shards: 0 for the first of in_features, 1 for the
+          first of out_features.
+        * dtype: dtype of the computation and of the communicated arrays; None promotes x and the
+          parameters.
+        * param_dtype (default float32): dtype of the parameters.
+        * kernel_init: initializer, called with the shape [product of in_features, product of
+          out_features].
+        * bias_init: initializer, called with the shape [product of out_features].
+        * frozen (default False): whether the kernel has no gradient: none is computed, and nothing
+          is gathered or kept for one.
+        * lora: a `Lora`, whose parameters are ``lora_a`` [product of in_features, rank] and
+          ``lora_b`` [rank, product of out_features], both `nnx.LoRAParam`; or None. The kernel is
+          frozen then. What the adapter makes of x travels in the collective of the layer.
+        * rngs (required): random keys for the initial parameters.
 
     Raises:
       ValueError: by the constructor, if the axis has a known size that does not divide the output

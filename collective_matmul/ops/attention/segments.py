@@ -56,7 +56,7 @@ class Segments(NamedTuple):
 
     @property
     def offsets(self) -> jax.Array:
-        """Offsets of all segments in the batch, read as one sequence: int32 [B * M + 1].
+        """Offsets of all segments in the batch, read as one sequence, int32 [B * M + 1].
 
         The last number is the number of tokens.
         """
@@ -65,7 +65,7 @@ class Segments(NamedTuple):
 
     @property
     def mask(self) -> jax.Array:
-        """Whether two tokens are of one segment: bool [B, 1, S, S]."""
+        """Whether two tokens are of one segment, bool [B, 1, S, S]."""
         return self.ids[:, None, :, None] == self.ids[:, None, None, :]
 
 

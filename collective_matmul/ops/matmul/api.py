@@ -11,12 +11,12 @@ The backward pass of each op is the other op, so that gradients hide their commu
 gathered array is not stored between the passes: the backward pass gathers it again, in the loop
 that computes the other gradient. The weight gradient is then one undivided matmul.
 
-The rings need all devices of the program: a permute waits until each of them has come to it, also
+The rings need all devices of the program: a permute blocks until every device reaches it, also
 those of other groups along further mesh axes. XLA's collectives, "one_shot" and "fused" need the
 devices of the group only. Inside `jax.lax.cond`, `switch` or `while_loop`, on a mesh with further
 manual axes, the predicate may differ between groups, and a ring would wait for ever. There, rings
-are neither chosen nor taken from a sequence of names. Who requests one ring by its name states that
-all devices take the same branch and the same number of steps; a warning says so once.
+are neither chosen nor taken from a sequence of names. Naming a single ring asserts that all devices
+take the same branch and the same number of steps; a warning says so once.
 
 With `weight_axis_name`, a second mesh axis of size F shards the weights too, as in fully sharded
 data parallelism. Along that axis devices have different x. An op then takes this device's shard,
@@ -119,11 +119,11 @@ def all_gather_matmul(
       w: [K, *N], or a sequence of such; or their shards over `weight_axis_name`.
       axis_name: the mesh axis to gather over.
       gather_dimension: the dimension of x that is sharded; any but the last.
-      weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
-        whole.
+      weight_axis_name: a second mesh axis, which shards the weights, as described for
+        `collective_matmul.ops.matmul.api`. None: they are whole.
       weight_dimension: the dimension of every w that `weight_axis_name` shards, 0 or 1.
       fp8: None, or the recipe by which operands are quantized, or the name of a registered format;
-        see the module.
+        see `collective_matmul.ops.matmul.api`.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.ops.matmul.backends`.
 
@@ -179,11 +179,11 @@ def matmul_reduce_scatter(
       scatter_dimension: the dimension of x, and of the result, to scatter; any but the last.
       mean: average over the axis instead of summing: the sum is divided by D at the end, so in
         float16 it must not overflow before.
-      weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
-        whole.
+      weight_axis_name: a second mesh axis, which shards the weights, as described for
+        `collective_matmul.ops.matmul.api`. None: they are whole.
       weight_dimension: the dimension of w that `weight_axis_name` shards, 0 or 1.
       fp8: None, or the recipe by which operands are quantized, or the name of a registered format;
-        see the module.
+        see `collective_matmul.ops.matmul.api`.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.ops.matmul.backends`.
 
@@ -235,11 +235,11 @@ def matmul_all_reduce(
       x: [..., k], with k this device's slice of the contraction.
       w: [k, *N].
       axis_name: the mesh axis to sum over.
-      weight_axis_name: a second mesh axis, which shards the weights; see the module. None: they are
-        whole.
+      weight_axis_name: a second mesh axis, which shards the weights, as described for
+        `collective_matmul.ops.matmul.api`. None: they are whole.
       weight_dimension: the dimension of w that `weight_axis_name` shards, 0 or 1.
       fp8: None, or the recipe by which operands are quantized, or the name of a registered format;
-        see the module.
+        see `collective_matmul.ops.matmul.api`.
       implementation: None chooses per shape; or the name of a backend, or several, of which the
         first that can is used; see `collective_matmul.ops.matmul.backends`.
 
