@@ -8,10 +8,9 @@ from typing import Any
 
 import tyro
 
-from benchmarks.comparison.comparing import Comparison
 from benchmarks.generation import generation
 from benchmarks.layers import attention, context, experts
-from benchmarks.measuring.settings import choose_platform
+from benchmarks.measuring.settings import Settings, choose_platform
 from benchmarks.ops import configs, fp8_matmuls, ops, tilings
 from benchmarks.processes import process_rings, processes
 from benchmarks.step import stack, step, train
@@ -33,6 +32,10 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
 }
 
 
+#: These look for devices in processes of their own.
+_IN_OTHER_PROCESSES = (configs.Configs, processes.Processes, process_rings.ProcessRings)
+
+
 def main(arguments: Sequence[str]) -> None:
     """``python -m benchmarks``. Exits with 2 after one sentence for what does not fit."""
     settings = tyro.extras.subcommand_cli_from_dict(
@@ -42,16 +45,7 @@ def main(arguments: Sequence[str]) -> None:
         description="Times ops, layers and training steps beside baselines; tunes kernels.",
     )
     try:
-        if isinstance(
-            settings,
-            Comparison
-            | step.Step
-            | generation.Generation
-            | fp8_matmuls.Fp8Matmuls
-            | attention.AttentionKernels
-            | context.Context
-            | experts.Experts,
-        ):
+        if isinstance(settings, Settings) and not isinstance(settings, _IN_OTHER_PROCESSES):
             choose_platform(settings)
         dict(_BENCHMARKS.values())[type(settings)](settings)
     except ValueError as error:

@@ -21,9 +21,11 @@ from flax import nnx
 from collective_matmul import all_gather_matmul
 from collective_matmul import layers as collective
 from collective_matmul.layers import RouterStatistics
-from models.blocks.loop import BlockLoop, Scanned, Unrolled, apply_blocks
+from models.blocks.apply import apply_blocks
+from models.blocks.loop import BlockLoop, Scanned, Unrolled
 from models.blocks.rematerialization import Remat, rematerialize
 from models.config import LlamaConfig
+from models.families.parameter_table import EXPERTS, FEED_FORWARD, LANGUAGE_HEAD
 from models.layers import plain, vocabulary
 from models.layers.attention import Attention, ContextAxis
 from models.layers.chunked_loss import loss_in_chunks
@@ -67,8 +69,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, layers, attention=attention, **own, **layer_options)
         self.feed_forward_norm = RMSNorm(config.features, epsilon=config.norm_epsilon)
         self.has_experts = config.num_experts is not None
-        name = "experts" if self.has_experts else "layers.feed_forward"
-        options = of_layer(name, layer_options)
+        options = of_layer(EXPERTS if self.has_experts else FEED_FORWARD, layer_options)
         if self.has_experts:
             placement = experts or ExpertPlacement(layer_options["axis_name"])
             self.experts = make_experts(config, placement, **options)
@@ -219,7 +220,7 @@ class Llama(nnx.Module):
         self.context = None
         if context_axis_name is not None:
             self.context = ContextAxis(context_axis_name, _hashable(context_implementation))
-        self.head_fp8 = options.get("fp8", {}).get("head")
+        self.head_fp8 = options.get("fp8", {}).get(LANGUAGE_HEAD.name)
         self.dtype = dtype
         self.remat: Remat = remat
         self.num_layers, self.scan_layers = config.num_layers, scan_layers
@@ -250,7 +251,9 @@ class Llama(nnx.Module):
             None
             if config.tied_head
             else layers.ColumnParallelLinear(
-                config.features, config.vocabulary_rows, **of_layer("head", self._of_head(options))
+                config.features,
+                config.vocabulary_rows,
+                **of_layer(LANGUAGE_HEAD, self._of_head(options)),
             )
         )
 

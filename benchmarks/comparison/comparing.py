@@ -16,8 +16,19 @@ from benchmarks.comparison.operands import Operands
 from benchmarks.comparison.programs import Program
 from benchmarks.comparison.timing import Timed, measure_case
 from benchmarks.internals import REFERENCE, RecipeName
-from benchmarks.measuring.report import Report
+from benchmarks.measuring import tables
+from benchmarks.measuring.report import Report, Section
 from benchmarks.measuring.settings import Settings, check, check_names, make_mesh
+
+SECTIONS: tuple[Section, ...] = (
+    tables.times,
+    tables.training_steps,
+    tables.over_compute_only,
+    tables.over_pytorch,
+    tables.memory,
+    tables.profiles,
+    tables.decisions,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +81,11 @@ class ComparedCase(Protocol):
 
 
 def run(
-    benchmark: str, settings: Comparison, cases: Sequence[ComparedCase], names: Sequence[str]
+    benchmark: str,
+    settings: Comparison,
+    cases: Sequence[ComparedCase],
+    names: Sequence[str],
+    sections: Sequence[Section] = SECTIONS,
 ) -> Report:
     """Measures the cases; returns the report.
 
@@ -79,6 +94,7 @@ def run(
       settings: what to time, and how.
       cases: in the order to measure them in.
       names: the candidates that may take part, in the order of tables.
+      sections: the tables, before those of options and failures.
 
     Raises:
       ValueError: for settings that do not fit together or to the devices.
@@ -87,7 +103,7 @@ def run(
     check_names("candidates", settings.candidates, names)
     mesh = make_mesh(settings)
     check_divisible(cases, mesh.devices.size)
-    report = Report(benchmark, settings)
+    report = Report(benchmark, settings, [*sections, tables.options_tried, tables.failures])
     chosen = [
         candidates.make(name, mesh, settings.try_options)
         for name in names

@@ -9,13 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-
 from benchmarks.comparison import operands
 from benchmarks.comparison.baseline_xla_options import XlaOptions
 from benchmarks.comparison.candidates import COMPILERS, Candidate
 from benchmarks.comparison.programs import Made, Program
 from benchmarks.internals import Decision
+from benchmarks.measuring.turns import one_at_a_time_on_cpus
 from collective_matmul import explain, record_decisions
 
 Build = Callable[[Candidate], Program]
@@ -54,12 +53,7 @@ class Executable:
 
     def on(self, made: Made) -> Callable[[], Any]:
         """A function that runs it once, on what was made for it."""
-        run = made.bind(self.compiled, self.programs[0].program.arguments)
-        if jax.default_backend() != "cpu":
-            return run
-        # Simulated devices share few threads: a call queued after this one could take the thread
-        # that this one's collectives wait for.
-        return lambda: jax.block_until_ready(run())
+        return one_at_a_time_on_cpus(made.bind(self.compiled, self.programs[0].program.arguments))
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +15,14 @@ from benchmarks.comparison.compiling import Compiled, Executable
 from benchmarks.comparison.programs import Made
 from benchmarks.internals import measure
 from benchmarks.measuring.environment import gpu_state
-from benchmarks.measuring.profiling import Profile, record
+from benchmarks.measuring.profiling import record
+from benchmarks.measuring.report import Result
 from benchmarks.pytorch import FIRST_STEPS
 
 #: Groups that decide between sets of options.
 PILOT_GROUPS = 3
 
 Run = Callable[[], Any]
-
-
-@dataclass
-class Result:
-    """The measurements of one candidate in one case."""
-
-    samples: tuple[float, ...] = ()
-    """Seconds per call, one number for each group."""
-    options: str = ""
-    """The fastest set of XLA options, or way to run PyTorch."""
-    tried: dict[str, float] = field(default_factory=dict)
-    """Median seconds per call in a short trial of each of them, where there are several."""
-    same_program_as: str | None = None
-    """Another candidate whose program is the same, and whose samples these are."""
-    temporary_bytes: int | None = None
-    """Per device, beyond arguments and results."""
-    peak_bytes: int | None = None
-    """Per device, arguments and results too; for PyTorch, the most that was allocated in a step."""
-    losses: tuple[float, ...] = ()
-    """Of the first training steps; all candidates of JAX take turns with one state after the first
-    step, which each takes from the same parameters."""
-    gradient_norm: float | None = None
-    """Of the first training step."""
-    trace_seconds: float | None = None
-    compile_seconds: float | None = None
-    decisions: dict[str, int] = field(default_factory=dict)
-    """Which backend executes ops and why, with the number of ops."""
-    profile: Profile | None = None
-    failure: str | None = None
-    """Why there are no samples."""
 
 
 Results = dict[str, Result]

@@ -24,12 +24,11 @@ from benchmarks.internals import (
     AttentionRequest,
     MeasuredData,
     Record,
-    measure,
 )
-from benchmarks.measuring import environment
 from benchmarks.measuring.report import Report
 from benchmarks.measuring.settings import Settings, check, check_least, check_names
 from benchmarks.measuring.tables import table
+from benchmarks.measuring.turns import measure_cases, take_turns, with_quartiles
 from collective_matmul import dot_product_attention, segments_of_lengths
 
 
@@ -55,7 +54,7 @@ class AttentionKernels(Settings):
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """A request, on arrays of random numbers."""
 
     request: AttentionRequest
@@ -112,7 +111,7 @@ def _lengths(request: AttentionRequest) -> np.ndarray:
     return np.array(rows, np.int32)
 
 
-def cases(settings: AttentionKernels) -> Iterator[Case]:
+def cases(settings: AttentionKernels) -> Iterator[AttentionCase]:
     """All cases, those without segments first."""
     for heads, length in itertools.product(settings.heads, settings.lengths):
         count, size = heads.split("x")
@@ -133,7 +132,7 @@ def cases(settings: AttentionKernels) -> Iterator[Case]:
         masks += [{"segments": s} for s in settings.segments if 1 < s < length]
         for mask, both in itertools.product(masks, (False, True)):
             if (mask.get("window") or 0) < length:
-                yield Case(dataclasses.replace(request, differentiated=both, **mask))
+                yield AttentionCase(dataclasses.replace(request, differentiated=both, **mask))
 
 
 def run(settings: AttentionKernels) -> Report:
@@ -145,31 +144,24 @@ def run(settings: AttentionKernels) -> Report:
     check(settings)
     check_least(settings, 1, "tokens")
     check_names("kernels", settings.kernels, list(ATTENTION_KERNELS))
-    report = Report("attention", settings, sections=[rows])
-    found: list[dict[str, Any]] = []
-    for case in cases(settings):
-        if report.out_of_time():
-            break
-        programs, refused = {}, {}
-        for name in settings.kernels:
-            reason = ATTENTION_KERNELS[name].unsupported_reason(case.request)
-            if reason is None:
-                programs[name] = case.program(name)
-            else:
-                refused[name] = reason
-        timings = measure(
-            programs, groups=settings.groups, seconds_per_group=settings.group_seconds
-        )
-        times = {name: list(timing.samples) for name, timing in timings.items()}
-        problem = dataclasses.asdict(case.request) | {"dtype": case.request.dtype.name}
-        about = {"name": case.name, "problem": problem, "gpus": environment.gpu_state()}
-        found.append({**about, "times": times, "refused": refused})
-        report.write_cases(found)
-        report.log(f"{case.name}: " + ", ".join(f"{n} {_middle(t):.1f}" for n, t in times.items()))
+    measured = functools.partial(_measured, settings)
+    report = measure_cases("attention", settings, cases(settings), measured, rows)
     if settings.table is not None:
         settings.table.write_text(as_data(report.content).to_text(), encoding="utf-8")
-    print(rows(report.content))
     return report
+
+
+def _measured(settings: AttentionKernels, case: AttentionCase) -> dict[str, Any]:
+    programs, refused = {}, {}
+    for name in settings.kernels:
+        reason = ATTENTION_KERNELS[name].unsupported_reason(case.request)
+        if reason is None:
+            programs[name] = case.program(name)
+        else:
+            refused[name] = reason
+    problem = dataclasses.asdict(case.request) | {"dtype": case.request.dtype.name}
+    about = {"name": case.name, "problem": problem, "refused": refused}
+    return {**about, "times": take_turns(programs, settings)}
 
 
 def as_data(content: dict[str, Any]) -> MeasuredData:
@@ -193,17 +185,11 @@ def rows(content: dict[str, Any]) -> str:
     header = ["attention", *(f"{name} µs" for name in names), f"{names[-1]} / {names[0]}"]
     lines = []
     for case in content["cases"]:
-        cells = [_with_quartiles(case["times"].get(name)) for name in names]
+        times = [case["times"].get(name) for name in names]
+        cells = ["–" if t is None else with_quartiles(t, ".0f", 1e6) for t in times]
         ratio = math.nan
         if {names[0], names[-1]} <= case["times"].keys():
             first, last = (np.array(case["times"][name]) for name in (names[0], names[-1]))
             ratio = float(np.median(last / first))
         lines.append([case["name"], *cells, "–" if math.isnan(ratio) else f"{ratio:.2f}"])
     return f"Medians, and quartiles in parentheses.\n\n{table(header, lines)}"
-
-
-def _with_quartiles(samples: list[float] | None) -> str:
-    if samples is None:
-        return "–"
-    low, middle, high = 1e6 * np.percentile(samples, (25, 50, 75))
-    return f"{middle:.0f} ({low:.0f}–{high:.0f})"

@@ -12,10 +12,9 @@ Legend: S tokens of a sequence, D devices, E features, N query heads, K key head
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -28,11 +27,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.comparison.communication import AXIS
-from benchmarks.internals import measure
-from benchmarks.measuring import environment
 from benchmarks.measuring.report import Report
 from benchmarks.measuring.settings import Settings, check, check_least, check_names, make_mesh
 from benchmarks.measuring.tables import table
+from benchmarks.measuring.turns import LayerProgram, measure_cases, time_layers, with_quartiles
 from collective_matmul import (
     OVERLAP_OPTIONS,
     context_attention,
@@ -189,15 +187,15 @@ def program(case: ContextCase, attend: Attend, mesh: Mesh) -> Callable[..., Any]
     )
 
 
-@contextlib.contextmanager
-def without_communication(name: str) -> Iterator[None]:
-    """Inside the block, permutes of the bound move nothing."""
-    if name != _COMPUTE:
-        yield
-        return
+def without_communication(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function whose permutes move nothing: the bound."""
     stays = lambda x, *_, **__: lax.optimization_barrier(x)  # noqa: E731
-    with mock.patch.object(lax, "ppermute", stays):
-        yield
+
+    def traced(*arguments: Any) -> Any:
+        with mock.patch.object(lax, "ppermute", stays):
+            return fun(*arguments)
+
+    return traced
 
 
 def run(settings: Context) -> Report:
@@ -211,82 +209,36 @@ def run(settings: Context) -> Report:
     check_names("models", settings.models, list(MODELS))
     check_names("candidates", settings.candidates, _CANDIDATES)
     mesh = make_mesh(settings)
-    report = Report("context", settings, sections=[rows])
-    found: list[dict[str, Any]] = []
-    for model in settings.models:
-        for length in settings.lengths:
-            for differentiated in (False, True):
-                if report.out_of_time():
-                    break
-                dtype = settings.array_dtype
-                case = ContextCase(model, length, settings.layers, dtype, differentiated)
-                found.append(_measured(case, settings, mesh))
-                report.write_cases(found)
-                report.log(f"{case.name}: {found[-1]['summary']}")
-    print(rows(report.content))
-    return report
+    shapes = itertools.product(settings.models, settings.lengths, (False, True))
+    cases = [
+        ContextCase(model, length, settings.layers, settings.array_dtype, differentiated)
+        for model, length, differentiated in shapes
+    ]
+    measured = functools.partial(_measured, settings, mesh)
+    return measure_cases("context", settings, cases, measured, rows)
 
 
-def _measured(case: ContextCase, settings: Context, mesh: Mesh) -> dict[str, Any]:
-    x, weights, dy = case.arguments(mesh)
-    programs: dict[str, Callable] = {}
-    memory: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    errors: dict[str, float] = {}
-    expected: Any = None
-    for name in settings.candidates:
-        attend, layout = attention_of(name)
-        arguments = x, weights, dy
-        try:
-            with without_communication(name):
-                lowered = jax.jit(program(case, attend, mesh)).lower(*arguments)
-            compiled = lowered.compile(compiler_options=_options(name, settings))
-            results = jax.block_until_ready(compiled(*arguments))
-        except Exception as error:  # The others are still worth their time.
-            failed[name] = f"{type(error).__name__}: {error}"[:300]
-            continue
-        if name != _COMPUTE:
-            result = results[0] if case.differentiated else results
-            # Layouts order the same tokens differently: only equal layouts can be compared.
-            if layout == "zigzag":
-                expected = result if expected is None else expected
-                errors[name] = _difference(result, expected)
-        statistics: Any = compiled.memory_analysis()
-        memory[name] = statistics.temp_size_in_bytes / 2**30
-        call = functools.partial(compiled, *arguments)
-        # Simulated devices wait for each other for ever if many calls are in flight.
-        waiting = functools.partial(_and_wait, call)
-        programs[name] = call if settings.platform == "gpu" else waiting
-        del results
-    timings = measure(programs, groups=settings.groups, seconds_per_group=settings.group_seconds)
-    times = {name: list(timing.samples) for name, timing in timings.items()}
-    return {
-        "name": case.name,
-        "problem": {"devices": mesh.size, "tokens": case.length, "layers": case.layers},
-        "times": times,
-        "GiB": memory,
-        "largest difference to the first": errors,
-        "failed": failed,
-        "gpus": environment.gpu_state(),
-        "summary": ", ".join(f"{name} {np.median(t) * 1e3:.3f} ms" for name, t in times.items()),
-    }
+def _measured(settings: Context, mesh: Mesh, case: ContextCase) -> dict[str, Any]:
+    programs = {name: _program(name, case, settings, mesh) for name in settings.candidates}
+    problem = {"devices": mesh.size, "tokens": case.length, "layers": case.layers}
+    times = time_layers(programs, case.arguments(mesh), settings)
+    return {"name": case.name, "problem": problem, **times}
 
 
-def _options(name: str, settings: Context) -> dict[str, Any]:
-    if settings.platform != "gpu" or name in (_PLAIN, _PLAIN_CONTIGUOUS):
-        return {}
-    return {**OVERLAP_OPTIONS, _KEYS_AT_ONCE: str(settings.copies_at_once)}
-
-
-def _and_wait(call: Callable) -> Any:
-    return jax.block_until_ready(call())
-
-
-def _difference(result: jax.Array, expected: jax.Array) -> float:
-    """The largest difference, relative to the largest number; infinite for NaN."""
-    wide = result.astype(jnp.float32), expected.astype(jnp.float32)
-    difference = float(jnp.abs(wide[0] - wide[1]).max() / jnp.abs(wide[1]).max())
-    return difference if math.isfinite(difference) else math.inf
+def _program(name: str, case: ContextCase, settings: Context, mesh: Mesh) -> LayerProgram:
+    attend, layout = attention_of(name)
+    fun = program(case, attend, mesh)
+    options = {**OVERLAP_OPTIONS, _KEYS_AT_ONCE: str(settings.copies_at_once)}
+    if name == _COMPUTE:
+        return LayerProgram(without_communication(fun), options, compared=None)
+    # Layouts order the same tokens differently: only equal layouts can be compared.
+    compared = (
+        (lambda results: results[0] if case.differentiated else results)
+        if (layout == "zigzag")
+        else None
+    )
+    is_plain = name in (_PLAIN, _PLAIN_CONTIGUOUS)
+    return LayerProgram(fun, {} if is_plain else options, compared)
 
 
 def rows(content: dict[str, Any]) -> str:
@@ -304,8 +256,7 @@ def _cell(case: dict[str, Any], name: str) -> str:
     if name not in case["times"]:
         return "–"
     samples = np.array(case["times"][name])
-    low, middle, high = 1e3 * np.percentile(samples, (25, 50, 75))
-    cell = f"{middle:.3f} ({low:.3f}–{high:.3f})"
+    cell = with_quartiles(samples, ".3f", 1e3)
     if _COMPUTE in case["times"]:
         cell += f", {float(np.median(samples / np.array(case['times'][_COMPUTE]))):.3f}"
     return cell

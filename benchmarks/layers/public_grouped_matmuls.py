@@ -3,7 +3,7 @@
 Tokamax is not a dependency: `pip install tokamax`. It cannot be installed beside the version of
 typeguard that the command line needs; start the benchmark from Python where it is installed::
 
-    python -c "from benchmarks import experts; experts.run(experts.Experts())"
+    python -c "from benchmarks.layers import experts; experts.run(experts.Experts())"
 """
 
 # Where it is not installed, nothing of this module runs.

@@ -10,13 +10,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison.timing import Result
 from benchmarks.measuring import environment, tables
+from benchmarks.measuring.profiling import Profile
 from benchmarks.measuring.settings import Settings
-from benchmarks.ops import ops_tables
 
 Section = Callable[[dict[str, Any]], str]
 
@@ -35,22 +35,52 @@ def without_folders(arguments: Sequence[str]) -> list[str]:
     ]
 
 
+@dataclass
+class Result:
+    """The measurements of one candidate in one case."""
+
+    samples: tuple[float, ...] = ()
+    """Seconds per call, one number for each group."""
+    options: str = ""
+    """The fastest set of XLA options, or way to run PyTorch."""
+    tried: dict[str, float] = field(default_factory=dict)
+    """Median seconds per call in a short trial of each of them, where there are several."""
+    same_program_as: str | None = None
+    """Another candidate whose program is the same, and whose samples these are."""
+    temporary_bytes: int | None = None
+    """Per device, beyond arguments and results."""
+    peak_bytes: int | None = None
+    """Per device, arguments and results too; for PyTorch, the most that was allocated in a step."""
+    losses: tuple[float, ...] = ()
+    """Of the first training steps; all candidates of JAX take turns with one state after the first
+    step, which each takes from the same parameters."""
+    gradient_norm: float | None = None
+    """Of the first training step."""
+    trace_seconds: float | None = None
+    compile_seconds: float | None = None
+    decisions: dict[str, int] = field(default_factory=dict)
+    """Which backend executes ops and why, with the number of ops."""
+    profile: Profile | None = None
+    failure: str | None = None
+    """Why there are no samples."""
+
+
 class Report:
     """The cases of a run, written to a folder after each, so that a killed run keeps its cases.
 
     Args:
       benchmark: its name.
       settings: the settings of the command line.
+      sections: its tables.
       devices: their kinds, where JAX must not look for them in this process.
-      sections: its tables, if its cases have no candidates.
     """
 
     def __init__(
         self,
         benchmark: str,
         settings: Settings,
+        sections: Sequence[Section],
         devices: Sequence[str] | None = None,
-        sections: Sequence[Section] | None = None,
     ):
         now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
         self.folder = settings.output or Path(f"{now}-{benchmark}")
@@ -136,27 +166,10 @@ def with_times(result: Result) -> dict[str, Any]:
     return content
 
 
-def markdown(content: dict[str, Any], sections: Sequence[Section] | None = None) -> str:
-    """The tables of a report: `sections`, or those that compare candidates."""
-    chosen = [tables.title, tables.environment, *(sections or _of_candidates(content))]
-    written = [section(content) for section in chosen]
+def markdown(content: dict[str, Any], sections: Sequence[Section]) -> str:
+    """The machine and the tables of a report."""
+    written = [section(content) for section in (tables.title, tables.environment, *sections)]
     return "\n\n".join(section for section in written if section) + "\n"
-
-
-def _of_candidates(content: dict[str, Any]) -> list[Section]:
-    if content["benchmark"] == "ops":
-        own: list[Section] = [ops_tables.wins_by_rows, ops_tables.noise, ops_tables.every_op]
-    else:
-        own = [
-            tables.times,
-            tables.training_steps,
-            tables.over_compute_only,
-            tables.over_pytorch,
-            tables.memory,
-            tables.profiles,
-            tables.decisions,
-        ]
-    return [*own, tables.options_tried, tables.failures]
 
 
 def _sentence(name: str, result: dict[str, Any]) -> str:

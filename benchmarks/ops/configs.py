@@ -145,7 +145,7 @@ def run(settings: Configs) -> Report:
     check_names("models", settings.models, list(LAYERS))
     kinds = environment.device_kinds(settings.platform, settings.devices)
     sites = settings.sites(len(kinds))
-    report = Report("configs", settings, kinds, [fastest])
+    report = Report("configs", settings, [fastest], kinds)
     ends = time.time() + settings.limit_seconds
     outcomes = {name: Outcome(name) for name in sites}
     failed: set[str] = set()

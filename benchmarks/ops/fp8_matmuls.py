@@ -19,13 +19,12 @@ from benchmarks.internals import (
     FORMATS,
     LAYERS,
     kernel_target,
-    measure,
     multiply_in_place,
 )
-from benchmarks.measuring import environment
 from benchmarks.measuring.report import Report
 from benchmarks.measuring.settings import Settings, check, check_least, check_names
 from benchmarks.measuring.tables import table
+from benchmarks.measuring.turns import measure_cases, take_turns, with_quartiles
 
 #: Not our kernels: XLA's matmul in bfloat16, cuBLASLt's of 8-bit operands without scales, and XLA's
 #: of packed rows with scales of rows, which copies its values first and scales in a kernel after.
@@ -75,23 +74,14 @@ def run(settings: Fp8Matmuls) -> Report:
     if kernel_target() is None:
         kind = jax.devices()[0].device_kind
         raise ValueError(f"device {kind!r}: the kernel runs on Hopper GPUs; run this on one")
-    report = Report("fp8_matmuls", settings, sections=[rows])
-    cases: list[dict[str, Any]] = []
-    for (m, k, n), layers in problems(settings).items():
-        if report.out_of_time():
-            break
-        timings = measure(
-            _candidates(m, k, n),
-            groups=settings.groups,
-            seconds_per_group=settings.group_seconds,
-        )
-        times = {name: list(timing.samples) for name, timing in timings.items()}
-        case = {"m": m, "k": k, "n": n, "layers": layers, "times": times}
-        cases.append({**case, "gpus": environment.gpu_state()})
-        report.write_cases(cases)
-        report.log(f"{m} × {k} × {n}")
-    print(rows(report.content))
-    return report
+    measured = functools.partial(_measured, settings)
+    return measure_cases("fp8_matmuls", settings, problems(settings).items(), measured, rows)
+
+
+def _measured(settings: Fp8Matmuls, problem: tuple[tuple[int, int, int], str]) -> dict[str, Any]:
+    (m, k, n), layers = problem
+    times = take_turns(_candidates(m, k, n), settings)
+    return {"name": f"{m} × {k} × {n}", "m": m, "k": k, "n": n, "layers": layers, "times": times}
 
 
 def _candidates(m: int, k: int, n: int) -> dict[str, Callable[[], Any]]:
@@ -135,9 +125,9 @@ def rows(content: dict[str, Any]) -> str:
         ratios = {name: np.array(rates[name]) / rates["cublaslt"] for name in ours}
         lines.append(
             [
-                f"{case['m']} × {case['k']} × {case['n']}",
-                *(_with_quartiles(rates[name], ".0f") for name in (*_BASELINES, *ours)),
-                *(_with_quartiles(ratios[name], ".2f") for name in ours),
+                case["name"],
+                *(with_quartiles(rates[name], ".0f") for name in (*_BASELINES, *ours)),
+                *(with_quartiles(ratios[name], ".2f") for name in ours),
                 case["layers"],
             ]
         )
@@ -145,8 +135,3 @@ def rows(content: dict[str, Any]) -> str:
         "TFLOP/s and ratios of TFLOP/s of the same group: medians, and quartiles in parentheses."
         f"\n\n{table(header, lines)}"
     )
-
-
-def _with_quartiles(values: np.ndarray, form: str) -> str:
-    low, middle, high = np.percentile(values, (25, 50, 75))
-    return f"{middle:{form}} ({low:{form}}–{high:{form}})"

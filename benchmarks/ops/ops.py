@@ -25,6 +25,7 @@ from benchmarks.comparison.programs import Direction, Program, make_program
 from benchmarks.internals import COMPUTE_ONLY, LAYERS, REFERENCE, Layer
 from benchmarks.measuring.report import Report
 from benchmarks.measuring.settings import check_least, check_names
+from benchmarks.ops import ops_tables
 from benchmarks.pytorch import runner
 
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
@@ -170,7 +171,7 @@ def run(settings: Ops) -> Report:
     check_names("ops", settings.ops, get_args(Op))
     check_least(settings, 1, "repetitions")
     cases = settings.chosen_cases()
-    report = comparing.run("ops", settings, cases, candidates.names())
+    report = comparing.run("ops", settings, cases, candidates.names(), ops_tables.SECTIONS)
     if settings.pytorch:
         runner.add_times(report, settings, cases)
     return report

@@ -92,3 +92,6 @@ def every_op(content: Content) -> str:
 
     rows = [[case["name"], *(cell(case, name) for name in names)] for case in cases]
     return "## Every case\n\nµs for one op, forward or both ways.\n\n" + table(["", *names], rows)
+
+
+SECTIONS = (wins_by_rows, noise, every_op)

@@ -12,25 +12,24 @@ for "ring_plain_buffers". NCCL's own settings are those of the environment, such
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
 import statistics
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 
 from benchmarks.comparison.candidates import COMPILERS, Candidate
 from benchmarks.comparison.communication import AXIS, CollectiveMatmul, NoCommunication, PlainJax
 from benchmarks.comparison.operands import Operands, abstract, compile_maker
-from benchmarks.internals import COMPUTE_ONLY, measure
-from benchmarks.measuring import environment
+from benchmarks.internals import COMPUTE_ONLY
 from benchmarks.measuring.report import Report
-from benchmarks.measuring.settings import Settings, check, check_least
-from benchmarks.processes.processes import environment_of, free_address, participate, run_together
+from benchmarks.measuring.settings import Settings, check, check_least, check_names
+from benchmarks.measuring.tables import table
+from benchmarks.measuring.turns import one_at_a_time_on_cpus, take_turns
+from benchmarks.processes.together import Participant, device_kinds, participate, run_together
 from benchmarks.step.stack import SHAPES, StackCase
 
 PROCESSES = 2
@@ -50,20 +49,6 @@ class ProcessRings(Settings):
     """Layers of every stack."""
     separate_autotuning: bool = False
     """Each process tries matmuls by itself, instead of a share of them for both."""
-
-
-@dataclass(frozen=True)
-class TimedProcess:
-    """One of the processes, and what it measures; see `ProcessRings`."""
-
-    address: str
-    number: int
-    rows: tuple[int, ...]
-    shape: str
-    layers: int
-    groups: int
-    group_seconds: float
-    dtype: str
 
 
 class Ring(PlainJax):
@@ -143,75 +128,54 @@ def run(settings: ProcessRings) -> Report:
     """
     check(settings)
     check_least(settings, 1, "layers")
-    if settings.shape not in SHAPES:
-        raise ValueError(f"shape={settings.shape!r}: expected one of {', '.join(SHAPES)}")
-    kinds = environment.device_kinds(settings.platform, PROCESSES)
-    if len(kinds) < PROCESSES:
-        raise ValueError(f"platform={settings.platform!r}: expected {PROCESSES} devices")
-    names = [field.name for field in dataclasses.fields(TimedProcess)[2:]]
-    shared, address = [getattr(settings, name) for name in names], free_address()
-    environments = [environment_of(settings.platform, 1, number) for number in range(PROCESSES)]
+    check_names("shape", (settings.shape,), list(SHAPES))
+    kinds = device_kinds(settings.platform, PROCESSES)
+    variables = {}
     if settings.separate_autotuning:
-        for each in environments:
-            each["XLA_FLAGS"] = f"{each.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false"
-    participants = [TimedProcess(address, number, *shared) for number in range(PROCESSES)]
-    report = Report("process_rings", settings, kinds, [table])
-    report.write_cases(
-        run_together("benchmarks.processes.process_rings", participants, environments)
-    )
-    print(table(report.content))
+        flags = os.environ.get("XLA_FLAGS", "")
+        variables["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false"
+    report = Report("process_rings", settings, [ratios], kinds)
+    module = "benchmarks.processes.process_rings"
+    report.write_cases(run_together(module, settings, PROCESSES, PROCESSES, variables))
+    print(ratios(report.content))
     return report
 
 
-def table(content: dict[str, Any]) -> str:
+def ratios(content: dict[str, Any]) -> str:
     """The time of each candidate over that of the computation alone, and this in milliseconds."""
-    cases = content["cases"]
+    medians = {
+        case["name"]: {name: statistics.median(times) for name, times in case["times"].items()}
+        for case in content["cases"]
+    }
     lines = [
-        "Medians over those of the computation alone:\n",
-        "| | " + " | ".join(case["name"] for case in cases) + " |",
-        "| --- |" + " ---: |" * len(cases),
+        [each.name, *(f"{m[each.name] / m[COMPUTE_ONLY]:.3f}" for m in medians.values())]
+        for each, _ in CANDIDATES
     ]
-    medians = [
-        {name: statistics.median(times) for name, times in case["times"].items()} for case in cases
-    ]
-    for candidate, _ in CANDIDATES:
-        ratios = (f"{times[candidate.name] / times[COMPUTE_ONLY]:.3f}" for times in medians)
-        lines.append(f"| {candidate.name} | {' | '.join(ratios)} |")
-    alone = (f"{1e3 * times[COMPUTE_ONLY]:.3f}" for times in medians)
-    return "\n".join([*lines, f"| ms of a layer, {COMPUTE_ONLY} | {' | '.join(alone)} |"])
+    alone = [f"{1e3 * times[COMPUTE_ONLY]:.3f}" for times in medians.values()]
+    lines += [[f"ms of a layer, {COMPUTE_ONLY}", *alone]]
+    return f"Medians over those of the computation alone:\n\n{table(['', *medians], lines)}"
 
 
-def _work(participant: TimedProcess) -> None:
-    """Measures all cases; the first process prints them, one JSON object a line."""
-    jax.distributed.initialize(participant.address, PROCESSES, participant.number)
-    mesh = jax.make_mesh((PROCESSES,), (AXIS,), axis_types=(AxisType.Auto,))
-    operands = Operands(mesh, np.dtype(jnp.dtype(participant.dtype)))
-    for rows in participant.rows:
-        shape = dataclasses.replace(SHAPES[participant.shape], rows=rows)
-        case = StackCase(shape, "forward", participant.layers)
+def _work(settings: ProcessRings, participant: Participant) -> None:
+    """Measures all cases."""
+    operands = Operands(participant.join(), np.dtype(settings.array_dtype))
+    for rows in settings.rows:
+        shape = dataclasses.replace(SHAPES[settings.shape], rows=rows)
+        case = StackCase(shape, "forward", settings.layers)
         programs = {each.name: case.build(operands, each) for each, _ in CANDIDATES}
         made = compile_maker([program.arguments for program in programs.values()])()
         runs = {}
         for each, options in CANDIDATES:
             fun, arguments, *_ = programs[each.name]
-            lowered = COMPILERS[each.compiler](fun, compiler_options=options).lower(
-                *abstract(arguments)
-            )
-            run = made.bind(lowered.compile(), arguments)
-            # Simulated devices share few threads, and a queued call could take the last one.
-            queues = jax.default_backend() != "cpu"
-            runs[each.name] = run if queues else lambda run=run: jax.block_until_ready(run())
-        timings = measure(
-            runs, groups=participant.groups, seconds_per_group=participant.group_seconds
-        )
+            jitted = COMPILERS[each.compiler](fun, compiler_options=options)
+            compiled = jitted.lower(*abstract(arguments)).compile()
+            runs[each.name] = one_at_a_time_on_cpus(made.bind(compiled, arguments))
         times = {
-            name: [s / participant.layers for s in timing.samples]
-            for name, timing in timings.items()
+            name: [seconds / settings.layers for seconds in samples]
+            for name, samples in take_turns(runs, settings).items()
         }
-        if participant.number == 0:
-            case = {"name": f"M {rows}", "times": times, "gpus": environment.gpu_state()}
-            print(json.dumps(case), flush=True)
+        participant.tell({"name": f"M {rows}", "times": times})
 
 
 if __name__ == "__main__":
-    participate(TimedProcess, _work)
+    participate(ProcessRings, _work)

@@ -7,43 +7,71 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pytorch.runner import time_pytorch
 
 
-def parser_of(module: str, layer_from: Callable, names: Sequence[str]) -> argparse.ArgumentParser:
-    """The options of a command.
+@dataclass(frozen=True)
+class LayerCommand:
+    """A command that times layers of a kind.
 
-    Args:
+    Attributes:
       module: its name in this folder.
-      layer_from: makes a layer from an argument.
-      names: the candidates.
+      candidates: their names.
+      sizes: names of the sizes of a layer.
+      example: a layer on the command line, "NAME:SIZE:...".
+      unlike: why there is no layer of some sizes, or None.
+      undivided: why so many devices cannot share a layer, or None.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.pytorch.{module}")
-    parser.add_argument("--layers", type=layer_from, nargs="+", required=True)
-    parser.add_argument("--candidates", choices=names, nargs="+", default=names)
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--groups", type=int, default=9)
-    parser.add_argument("--group-seconds", type=float, default=0.1)
-    parser.add_argument("--limit-seconds", type=float, default=420)
-    parser.add_argument("--output", type=Path, help="a JSON file for the results")
-    return parser
 
+    module: str
+    candidates: Sequence[str]
+    sizes: Sequence[str]
+    example: str
+    unlike: Callable[[dict[str, int]], str | None]
+    undivided: Callable[[dict[str, int], int], str | None]
 
-def measure(parsed: argparse.Namespace) -> int:
-    """Prints a line for each result, and writes all of them; returns the exit status."""
-    content: dict[str, Any] = {"results": [], "incomplete": []}
-    for results, reason in _results(parsed):
-        content["results"] += results
-        content["incomplete"] += [reason] if reason else []
-        for line in lines(results, reason):
-            print(line, flush=True)
-        if parsed.output:
-            parsed.output.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    return 1 if content["incomplete"] else 0
+    def layer_from(self, text: str) -> dict[str, Any]:
+        """A layer from "NAME:SIZE:..."."""
+        name, *sizes = text.split(":")
+        if len(sizes) != len(self.sizes) or not all(s.isdecimal() and int(s) for s in sizes):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: expected NAME:{':'.join(self.sizes)}, such as {self.example}"
+            )
+        layer = dict(zip(self.sizes, map(int, sizes), strict=True))
+        if reason := self.unlike(layer):
+            raise argparse.ArgumentTypeError(f"{text!r}: {reason}")
+        return {"name": name, **layer}
+
+    def main(self, arguments: Sequence[str]) -> int:
+        """Prints a line for each result, and writes all of them; returns the exit status."""
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.pytorch.{self.module}")
+        parser.add_argument("--layers", type=self.layer_from, nargs="+", required=True)
+        parser.add_argument(
+            "--candidates", choices=self.candidates, nargs="+", default=self.candidates
+        )
+        parser.add_argument("--devices", type=int, default=2)
+        parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
+        parser.add_argument("--groups", type=int, default=9)
+        parser.add_argument("--group-seconds", type=float, default=0.1)
+        parser.add_argument("--limit-seconds", type=float, default=420)
+        parser.add_argument("--output", type=Path, help="a JSON file for the results")
+        parsed = parser.parse_args(arguments)
+        for layer in parsed.layers:
+            if reason := self.undivided(layer, parsed.devices):
+                parser.error(f"--devices {parsed.devices}: {reason}")
+        content: dict[str, Any] = {"results": [], "incomplete": []}
+        for results, reason in _results(parsed):
+            content["results"] += results
+            content["incomplete"] += [reason] if reason else []
+            for line in (*map(line_of, results), *([f"incomplete: {reason}"] if reason else [])):
+                print(line, flush=True)
+            if parsed.output:
+                parsed.output.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        return 1 if content["incomplete"] else 0
 
 
 def line_of(result: dict[str, Any]) -> str:
@@ -62,12 +90,6 @@ def quartiles(samples: Sequence[float]) -> tuple[float, ...]:
     if len(samples) < 2:
         return (*samples,) * 3
     return tuple(statistics.quantiles(samples, n=4, method="inclusive"))
-
-
-def lines(results: Sequence[dict[str, Any]], reason: str | None) -> Iterator[str]:
-    yield from map(line_of, results)
-    if reason:
-        yield f"incomplete: {reason}"
 
 
 def _results(parsed: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], str | None]]:

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.comparison.timing import Result
-from benchmarks.measuring.report import Report
+from benchmarks.measuring.report import Report, Result
 from benchmarks.measuring.settings import Settings
 from benchmarks.pytorch import MULTICAST_OFF, NAMES
 

@@ -1,4 +1,4 @@
-"""One device's part of a case: random arrays, the program, and the expected result."""
+"""One device's part of a case: arrays, program and expected result; and CUDA graphs of programs."""
 
 # PyTorch is not a dependency: where it is not installed, nothing here is imported.
 # pyright: reportMissingImports=false
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,3 +127,55 @@ def relative_error(values: list[Tensor], expected: list[Tensor]) -> float:
     """The largest relative error of the arrays, each by its Euclidean norm."""
     pairs = zip(values, expected, strict=True)
     return max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
+
+
+def computed(
+    fun: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Tensor | None
+) -> list[Tensor]:
+    """The result of a function; given its gradient, also those of all leaves."""
+    if dy is None:
+        with torch.no_grad():
+            return [fun(*leaves)]
+    result = fun(*leaves)
+    return [result.detach(), *torch.autograd.grad(result, leaves, dy)]
+
+
+def require_right(error: float, tolerance: float, reference: str) -> None:
+    """Raises Failure for what is wrong."""
+    if not error < tolerance:
+        raise Failure(f"wrong: relative error {error:.3g} to {reference}")
+
+
+class GraphPool:
+    """Memory of CUDA graphs of which one runs after the other, in any order."""
+
+    def __init__(self) -> None:
+        self._open()
+
+    def captured(self, run: Run) -> Run:
+        """One CUDA graph that computes what `run` does, without its results."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # NCCL's watchdog asks for events from a thread of its own, which other modes forbid.
+            with torch.cuda.graph(graph, self._first.pool(), capture_error_mode="thread_local"):
+                run()
+        except Exception:
+            self._open()  # A capture that failed may leave its pool unusable.
+            raise
+
+        def replay(kept: Run = run) -> None:
+            del kept  # It keeps the arguments alive, which the graph reads.
+            graph.replay()
+
+        return replay
+
+    def _open(self) -> None:
+        """Begins a pool with a graph that keeps it alive."""
+        self._first = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._first, capture_error_mode="thread_local"):
+            torch.zeros(1, device="cuda")

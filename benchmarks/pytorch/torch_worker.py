@@ -32,27 +32,28 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.attention import sdpa_kernel
 
 from benchmarks.pytorch import FIRST_STEPS, MULTICAST_OFF, NAMES, VARIANTS, float8_recipe
+from benchmarks.pytorch.llama.torch_generation import TorchGeneration
+from benchmarks.pytorch.llama.torch_training import ATTENTION, TorchTraining
+from benchmarks.pytorch.programs.torch_context import TorchContext
+from benchmarks.pytorch.programs.torch_experts import TorchExperts
+from benchmarks.pytorch.programs.torch_float8 import TorchFloat8Layers
+from benchmarks.pytorch.programs.torch_layers import TorchLayers
+from benchmarks.pytorch.programs.torch_ops import TorchOps
 from benchmarks.pytorch.torch_communication import (
     AsyncTensorParallel,
     Collectives,
     TorchCommunication,
 )
-from benchmarks.pytorch.torch_context import TorchContext
-from benchmarks.pytorch.torch_experts import TorchExperts
-from benchmarks.pytorch.torch_float8 import TorchFloat8Layers
-from benchmarks.pytorch.torch_generation import TorchGeneration
-from benchmarks.pytorch.torch_graphs import GraphPool
-from benchmarks.pytorch.torch_layers import TorchLayers
-from benchmarks.pytorch.torch_ops import TorchOps
 from benchmarks.pytorch.torch_programs import (
     Failure,
+    GraphPool,
     Place,
     Run,
     TorchCase,
     TorchProgram,
     relative_error,
+    require_right,
 )
-from benchmarks.pytorch.torch_training import ATTENTION, TorchTraining
 
 PILOT_GROUPS = 3
 #: Two layers show whether one operator disturbs the next; the reference is slow and large.
@@ -137,11 +138,11 @@ class Worker:
     def measurement_of(self, case: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
         """What measures a case, by what it describes."""
         if "prompt" in case:
-            return self.measure_generation
+            return functools.partial(self.measure_program, TorchGeneration)
         if "experts" in case:
-            return functools.partial(self.measure_layer, TorchExperts)
+            return functools.partial(self.measure_program, TorchExperts)
         if "head_size" in case:
-            return functools.partial(self.measure_layer, TorchContext)
+            return functools.partial(self.measure_program, TorchContext)
         return self.measure_training if "model" in case else self.measure_case
 
     def measure_case(self, case: dict[str, Any]) -> None:
@@ -175,14 +176,8 @@ class Worker:
             self.free()
             self.add(result)
 
-    def measure_generation(self, case: dict[str, Any]) -> None:
-        """Measures prefill and decoding of one batch."""
-        case = {**case, "groups": self.job.groups}
-        for result in TorchGeneration(self, case, getattr(torch, self.job.dtype)).results():
-            self.add(result)
-
-    def measure_layer(self, program: Callable[..., Any], case: dict[str, Any]) -> None:
-        """Measures a layer, forward and with gradients."""
+    def measure_program(self, program: Callable[..., Any], case: dict[str, Any]) -> None:
+        """Measures a layer, forward and with gradients; or prefill and decoding of a batch."""
         case = {**case, "groups": self.job.groups}
         for result in program(self, case, getattr(torch, self.job.dtype)).results():
             self.add(result)
@@ -228,8 +223,7 @@ class Worker:
             )
 
         error = self.largest(self.together(errors))
-        if not error < program.tolerance:
-            raise Failure(f"wrong: relative error {error:.3g} to the float32 reference")
+        require_right(error, program.tolerance, "the float32 reference")
         return error
 
     def fastest_variant(self, name: str, program: TorchProgram, result: dict[str, Any]) -> Run:

@@ -5,10 +5,7 @@ The program is compiled without CUDA graphs, in whose profiles kernels do not na
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison import candidates
@@ -53,7 +50,7 @@ class Step(Settings):
 
 
 def run(settings: Step) -> Report:
-    """Profiles the step; writes the table, and a picture if matplotlib is installed.
+    """Profiles the step; writes the table.
 
     Raises:
       ValueError: for settings that do not fit, and for devices whose work is not in profiles.
@@ -86,7 +83,6 @@ def run(settings: Step) -> Report:
         "rates": rates,
     }
     report.write_cases([{**described, "rows": [row._asdict() for row in rows]}])
-    report.log(draw(rows, report.folder / "budget.png"))
     print(parts(report.content))
     return report
 
@@ -121,18 +117,3 @@ def _line(row: budget.Part, scale: float) -> list[str]:
     floor = min(whole, round((row.floor or 0) * scale))
     texts = ("" if time is None else f"{time:.2f}" for time in times)
     return [row.part, *texts, "█" * floor + "░" * (whole - floor)]
-
-
-def draw(rows: list[budget.Part], path: Path) -> str:
-    """Draws rows as bars with their floors marked; returns a sentence to print."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return f"no {path.name}, for which matplotlib is not installed: pip install matplotlib"
-    figure = importlib.import_module("matplotlib.figure").Figure((8, 1 + len(rows) / 4))
-    axes = figure.subplots()
-    axes.barh([row.part for row in rows], [row.time for row in rows])
-    floors = [row.floor or 0 for row in rows]
-    axes.plot(floors, range(len(rows)), "k|", markersize=12)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms of a step; | floor")
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    return f"picture in {path}"

@@ -36,14 +36,16 @@ from benchmarks.measuring.settings import check_least, check_names
 from benchmarks.pytorch import TRAINING_NAMES, runner
 from models.blocks.rematerialization import Remat
 from models.layers import rotary
+from train.checkpoint.new_state import init_state
 from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes, Zero
 from train.config.presets import PRESETS
 from train.log.metrics import peak_flops
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
 from train.parallel.batches import batch_specs
 from train.parallel.mesh import make_mesh, mesh_sizes
-from train.parallel.model import ModelFunctions, init_state, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.step import sharded_step
 
 CANDIDATES = tuple(

@@ -1,7 +1,8 @@
 """Walks over jaxprs: the one place that knows how equations hold jaxprs.
 
-What goes in is a jaxpr. What comes out are descriptions of it; no jaxpr is changed, apart from
-`with_jaxprs`, which exchanges those that an equation executes.
+What goes in is a jaxpr. What comes out are descriptions of it. Two functions make programs of
+jaxprs: `with_jaxprs` exchanges those that an equation executes, and `split_pullback` (pullback.py)
+divides a function and its pullback, so that nothing made of weights alone is kept between them.
 
 - `bodies_of` (bodies.py): the jaxprs that an equation executes, how often, and how their arguments
   and results are connected with its own, for calls, loops and branches.
@@ -18,6 +19,7 @@ The names in `__all__` are public, for programs that look into what JAX traced.
 from collective_matmul.jaxprs.bodies import Body, bodies_of, called
 from collective_matmul.jaxprs.lifetimes import Execution, last_reads, peak
 from collective_matmul.jaxprs.propagation import Propagation
+from collective_matmul.jaxprs.pullback import SplitPullback, split_pullback
 from collective_matmul.jaxprs.walks import Scope
 
 __all__ = [
@@ -25,8 +27,10 @@ __all__ = [
     "Execution",
     "Propagation",
     "Scope",
+    "SplitPullback",
     "bodies_of",
     "called",
     "last_reads",
     "peak",
+    "split_pullback",
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.jaxprs.graph import Atom, Graph, is_pure, variables
 
@@ -95,28 +95,36 @@ class Dependencies:
         return first
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """Equations that stay together, to be put in order with others.
+def spliced(
+    jaxpr: Jaxpr,
+    kept: Iterable[tuple[int, JaxprEqn]],
+    made: Iterable[tuple[int, Sequence[JaxprEqn]]],
+) -> Jaxpr:
+    """A jaxpr with other equations, each after what it reads and after effects before it.
 
-    Attributes:
-      position: where they would come in the order of the program.
-      equations: the equations.
+    Args:
+      jaxpr: the jaxpr.
+      kept: equations with their indices.
+      made: equations that stay together, with the index before which they come.
     """
+    placed = [(index, 0, equations) for index, equations in made]
+    placed += [(index, 1, [equation]) for index, equation in kept]
+    equations = _in_order([each for _, _, each in sorted(placed, key=lambda item: item[:2])])
+    effects = frozenset(jaxpr.effects).union(*(equation.effects for equation in equations))
+    return jaxpr.replace(eqns=equations, effects=effects)
 
-    position: tuple[int, int]
-    equations: Sequence[JaxprEqn]
 
-
-def in_order(scheduled: Sequence[Scheduled]) -> list[JaxprEqn]:
-    """All equations by position, but each after what it reads and after effects before it."""
-    order = sorted(scheduled, key=lambda item: item.position)
+def _in_order(order: Sequence[Sequence[JaxprEqn]]) -> list[JaxprEqn]:
+    """Groups of equations in this order, as far as what they read and their effects allow."""
     makers: dict[Any, int] = {}
-    for rank, item in enumerate(order):
-        for equation in item.equations:
+    for rank, equations in enumerate(order):
+        for equation in equations:
             makers.update(dict.fromkeys(equation.outvars, rank))
-    waits_for = {rank: _makers_of(item, makers) - {rank} for rank, item in enumerate(order)}
-    effects = [r for r, item in enumerate(order) if not all(map(is_pure, item.equations))]
+    waits_for = {
+        rank: {makers[v] for e in equations for v in variables(e.invars) if v in makers} - {rank}
+        for rank, equations in enumerate(order)
+    }
+    effects = [rank for rank, equations in enumerate(order) if not all(map(is_pure, equations))]
     for before, after in itertools.pairwise(effects):
         waits_for[after].add(before)
     sorter = TopologicalSorter(waits_for)
@@ -127,11 +135,6 @@ def in_order(scheduled: Sequence[Scheduled]) -> list[JaxprEqn]:
         for rank in sorter.get_ready():
             heapq.heappush(ready, rank)
         rank = heapq.heappop(ready)
-        result += order[rank].equations
+        result += order[rank]
         sorter.done(rank)
     return result
-
-
-def _makers_of(item: Scheduled, makers: dict[Var, int]) -> set[int]:
-    read = (var for equation in item.equations for var in variables(equation.invars))
-    return {makers[var] for var in read if var in makers}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 Shape = tuple[int, ...]
 #: An operand of an equation: a variable or a literal.
@@ -46,6 +46,24 @@ class Graph:
         users = self.users(atom)
         return users[0] if len(users) == 1 and atom not in self.results else None
 
+    def unneeded(
+        self, candidates: Iterable[int], gone: Iterable[int], read: Collection[Var] = ()
+    ) -> set[int]:
+        """Finds equations, of one result each, that nothing needs once others are gone.
+
+        Args:
+          candidates: indices of equations.
+          gone: indices of equations that are not executed.
+          read: variables that are needed in any case.
+        """
+        without, found = set(gone), set[int]()
+        for index in sorted(set(candidates), reverse=True):
+            (var,) = self.equations[index].outvars
+            used = var in self.results or var in read
+            if not used and all(i in found or i in without for i in self.users(var)):
+                found.add(index)
+        return found
+
     def constant(self, atom: Atom) -> Any | None:
         """The value of a scalar constant, or of an array broadcast from one; None otherwise."""
         if isinstance(atom, Literal):
@@ -75,3 +93,34 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 def is_pure(equation: JaxprEqn) -> bool:
     """Whether the equation may be moved: it has no effect other than communication."""
     return all(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
+
+
+def renamed(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
+    """The atoms, with variables replaced by others, which may have been replaced themselves."""
+    result = []
+    for atom in atoms:
+        while not isinstance(atom, Literal) and atom in names:
+            atom = names[atom]
+        result.append(atom)
+    return result
+
+
+def copied(
+    jaxpr: Jaxpr, arguments: Sequence[Atom], source: Callable[[JaxprEqn], Any]
+) -> tuple[list[JaxprEqn], list[Atom]]:
+    """The equations of a jaxpr with other arguments and new variables, and its results.
+
+    Args:
+      jaxpr: the jaxpr.
+      arguments: what its arguments become.
+      source: returns the source information of the copy of an equation.
+    """
+    names: dict[Var, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
+    equations = []
+    for equation in jaxpr.eqns:
+        invars = renamed(equation.invars, names)
+        outvars = [v if isinstance(v, DropVar) else Var(type_of(v)) for v in equation.outvars]
+        names.update(zip(equation.outvars, outvars, strict=True))
+        info = source(equation)
+        equations.append(equation.replace(invars=invars, outvars=outvars, source_info=info))
+    return equations, renamed(jaxpr.outvars, names)

@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.jaxprs.bodies import bodies_of, opened
-from collective_matmul.jaxprs.walks import Scope
+from collective_matmul.jaxprs.walks import ByIdentity, Scope
 
 Labels = frozenset[Any]
 NOTHING: Labels = frozenset()
@@ -31,7 +31,7 @@ class Propagation:
     reads_initial = False
 
     def __init__(self) -> None:
-        self._results: dict[tuple, tuple[Jaxpr, list[Labels]]] = {}
+        self._results = ByIdentity[list[Labels]]()
 
     def of_equation(self, equation: JaxprEqn, operands: Sequence[Labels]) -> Sequence[Labels]:
         """The labels of each result of an equation whose jaxprs are not followed.
@@ -87,12 +87,11 @@ class Propagation:
     def _returned(self, program: Any, arguments: Sequence[Labels]) -> list[Labels]:
         """The labels of each result of a jaxpr, from those of its arguments."""
         jaxpr = opened(program)
-        key = id(jaxpr), *arguments
-        if key not in self._results:
-            # Keep the jaxpr alive, so that no other object gets its id.
-            given = dict(zip(jaxpr.invars, arguments, strict=True))
-            self._results[key] = jaxpr, self._walked(jaxpr, given)[1]
-        return self._results[key][1]
+
+        def results() -> list[Labels]:
+            return self._walked(jaxpr, dict(zip(jaxpr.invars, arguments, strict=True)))[1]
+
+        return self._results.get(jaxpr, tuple(arguments), results)
 
     def _walked(self, jaxpr: Jaxpr, given: Mapping[Any, Labels]) -> tuple[Scope, list[Labels]]:
         scope = Scope(jaxpr, [NOTHING] * len(jaxpr.invars), lambda _: NOTHING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -53,6 +53,20 @@ def all_equations(*jaxprs: Jaxpr) -> Iterator[JaxprEqn]:
         for equation in jaxpr.eqns:
             yield equation
             yield from all_equations(*jaxprs_of(equation))
+
+
+class ByIdentity(Generic[_T]):
+    """Results by objects, made once. Keeps the objects, so that no other gets the id of one."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, tuple[Any, _T]] = {}
+
+    def get(self, source: Any, key: Hashable, make: Callable[[], _T]) -> _T:
+        """The result for an object and a key, of `make` if there is none yet."""
+        at = id(source), key
+        if at not in self._made:
+            self._made[at] = source, make()
+        return self._made[at][1]
 
 
 class Holds:

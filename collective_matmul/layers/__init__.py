@@ -1,7 +1,12 @@
 """Flax layers that communicate by collective matmuls, and a wrapper for existing models.
 
-In come global arrays under `jax.jit`, or local shards inside a `shard_map`: `sharding_context`
-tells which. `linear/`, `experts/` and `parallelize/` hold the layers.
+Inputs are global arrays under `jax.jit`, or local shards inside a `shard_map`; `sharding_context`
+tells which. Outputs are sharded as the layer's documentation says.
+
+- linear/: column- and row-parallel layers. experts/: routers and experts.
+- parallelize/: wraps the layers that a model already has.
+- prequantized: kernels that are quantized once. Three files are shared: sharding_context,
+  layer_checks and sequence_form.
 """
 
 from collective_matmul.layers.experts.experts import ExpertMLP

@@ -1,7 +1,10 @@
 """How operands are stored, and how they are multiplied: the values that ops take.
 
-In come arrays and weights. Out go operands with one protocol: plain, `Quantized`, `Sharded` or
-`Chunked`. `recipes/` has the formats in 8 bits, `scaled/` their arrays and matmuls.
+Inputs are arrays and weights. Outputs are operands with one protocol: plain, `Quantized`, `Sharded`
+or `Chunked`; and their products, by `multiply`.
+
+- format: how operands of an op are stored. recipes/: the formats in 8 bits. scaled/: their arrays.
+- quantized, sharded, chunked, grouped, beside: one storage each. weight_blocks: products of shards.
 """
 
 from collective_matmul.operands import recipes  # noqa: F401 - Registers the formats.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -20,58 +21,22 @@ from collective_matmul.jaxprs.bodies import (
     with_jaxprs,
 )
 from collective_matmul.jaxprs.graph import Graph
-from collective_matmul.jaxprs.walks import all_equations
-from collective_matmul.ops.matmul.checks import RecipeName
-from collective_matmul.rewrite.find.attention_blocks import AttentionBlocks
-from collective_matmul.rewrite.find.collective_equations import (
-    collective_of,
-    holds_collectives,
-    kind_of,
-)
-from collective_matmul.rewrite.find.divergence import (
-    EVERYWHERE,
-    Axes,
-    Divergence,
-    Region,
-    Values,
-    axes_of_spec,
-)
-from collective_matmul.rewrite.find.expert_blocks import ExpertBlocks
+from collective_matmul.jaxprs.walks import ByIdentity, all_equations
+from collective_matmul.rewrite.find.collective_equations import holds_collectives, kind_of
+from collective_matmul.rewrite.find.divergence import EVERYWHERE, Axes, Divergence, Region, Values
 from collective_matmul.rewrite.find.explicit_regions import with_regions
-from collective_matmul.rewrite.find.placements import misplaced_by_xla, shows_sharding
-from collective_matmul.rewrite.find.report import (
-    FoundSite,
-    described,
-    is_named,
-    is_ours,
-    kept_as_it_is,
-    left_alone,
-    replaced_by,
-    weight_of_site,
-)
-from collective_matmul.rewrite.match.einsum_matches import match_einsum
-from collective_matmul.rewrite.match.gathers import match_gather
-from collective_matmul.rewrite.match.inlining import has_matmul_beside, inlined
-from collective_matmul.rewrite.match.narrowing import narrow_matmuls, narrowed
-from collective_matmul.rewrite.match.sinking import CHECKPOINTS, sinkable, sunk
-from collective_matmul.rewrite.match.site_selection import Match, PlacedMatch, SiteSelection
-from collective_matmul.rewrite.match.sums import match_sum
-from collective_matmul.rewrite.replace.preference import (
-    gathered_weights,
-    priority,
-    shared_out,
-    stays_itself,
-    with_weights,
-)
+from collective_matmul.rewrite.find.placements import axes_in, misplaced_by_xla, shows_sharding
+from collective_matmul.rewrite.find.report import FoundSite, described, is_named, is_ours, reported
+from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
+from collective_matmul.rewrite.match.normal_form import inlined, normal_form
 from collective_matmul.rewrite.replace.residuals import (
     ChunkedResidual,
     ResidualForwarding,
     residuals_of,
 )
 from collective_matmul.rewrite.replace.rules import rewritten_rules
-from collective_matmul.rewrite.replace.site_tracing import SiteTracer
+from collective_matmul.rewrite.replace.sites import SiteTracer, Surroundings, selected_sites
 from collective_matmul.rewrite.replace.splice import TracedSite, inside_shard_map, splice
-from collective_matmul.rewrite.scoped_recipes import ScopedRecipes
 
 
 class Rewriter:
@@ -92,27 +57,29 @@ class Rewriter:
         self,
         implementation: tuple[str, ...] | None = None,
         recipes: ScopedRecipes | None = None,
-        axis_sizes: dict[str, int] | None = None,
+        axis_sizes: Mapping[str, int] | None = None,
     ):
         self.found: list[FoundSite] = []
         self.keys: dict[int, tuple] = {}
         self._implementation = implementation
-        self._recipes = recipes or ScopedRecipes()
-        self._axis_sizes = axis_sizes or {}
-        self._divergence = Divergence(self._axis_sizes)
-        self._shard_maps: tuple = ()
-        self._done: dict[tuple, tuple[Any, Any]] = {}
-        self._tracer = SiteTracer(implementation, self._recipe_of)
+        self._around = Surroundings(Divergence(axis_sizes or {}), recipes or ScopedRecipes())
+        self._done = ByIdentity[Any]()
+        self._tracer = SiteTracer(implementation)
         #: Chunked residuals of the jaxprs that were made, by the ids of these.
         self._residuals: dict[int, list[ChunkedResidual]] = {}
-        self._forwarded: dict[tuple, Any] = {}
-        self._expert_blocks = ExpertBlocks()
-        self._attention_blocks = AttentionBlocks()
+        self._forwarded = ByIdentity[Any]()
         #: Jaxprs of the shard_maps that are put around sites, by id. `_done` keeps them alive.
         self._regions: set[int] = set()
         self._inlines = True
-        #: Whether sites that gain nothing stay as they are; not where XLA computes them wrongly.
-        self._keeps = True
+
+    @contextlib.contextmanager
+    def _within(self, **changes: Any) -> Iterator[None]:
+        """Inside the block, the surroundings have other attributes."""
+        outside, self._around = self._around, dataclasses.replace(self._around, **changes)
+        try:
+            yield
+        finally:
+            self._around = outside
 
     def rewrite(self, jaxpr: Any, region: Region = EVERYWHERE) -> Any:
         """A jaxpr, closed or not, with its sites replaced; the same object if it has none.
@@ -121,11 +88,11 @@ class Rewriter:
           jaxpr: the jaxpr.
           region: how the devices execute it.
         """
-        key = id(jaxpr), self._shard_maps, region, self._recipes
+        key: tuple = self._around.shard_maps, region, self._around.recipes
         if not self._inlines:  # Sites of a trial count for each call.
-            key = (*key, len(self._done))
-        if key not in self._done:
-            inner = opened(jaxpr)
+            key = (object(),)
+
+        def rewritten() -> Any:
             new, residuals = inner, []
             if holds_collectives(inner) or self._shows_sharding(inner):
                 new, residuals = self._rewrite_jaxpr(inner, region)
@@ -133,23 +100,27 @@ class Rewriter:
                 new = jaxpr
             elif inner is not jaxpr:
                 new = jaxpr.replace(jaxpr=new)
-            # Keep the original alive, so that no other object gets its id.
-            self._done[key] = jaxpr, new
             self._residuals[id(new)] = residuals
-        return self._done[key][1]
+            return new
+
+        inner = opened(jaxpr)
+        return self._done.get(jaxpr, key, rewritten)
 
     def _rewrite_jaxpr(
         self, original: Jaxpr, region: Region
     ) -> tuple[Jaxpr, list[ChunkedResidual]]:
         graph = Graph(original)
-        if self._axis_sizes:
-            self._expert_blocks.look_into(original)
-            self._attention_blocks.look_into(original)
-            graph = self._narrowed(self._bring_together(graph))
+        if self._around.axis_sizes:
+            self._around.blocks.look_into(original)
+            graph = normal_form(graph, self._around.axis_sizes)
         else:
             graph = self._with_regions(graph, region)
         equations = self._rewrite_inner(graph, region)
-        sites = self._select_sites(graph, region.divergent) if self._axis_sizes else []
+        sites: list[TracedSite] = []
+        if self._around.axis_sizes:
+            around = dataclasses.replace(self._around, divergent=region.divergent)
+            sites, found = selected_sites(graph, self._tracer, around)
+            self.found += found
         unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
         if not sites and unchanged:
             return graph.jaxpr, []
@@ -158,7 +129,7 @@ class Rewriter:
 
     def _shows_sharding(self, jaxpr: Jaxpr) -> bool:
         """Whether types may show sites in a jaxpr: outside shard_map, over Explicit axes."""
-        return not self._axis_sizes and shows_sharding(jaxpr)
+        return not self._around.axis_sizes and shows_sharding(jaxpr)
 
     def _with_regions(self, graph: Graph, region: Region) -> Graph:
         """The jaxpr with what communicates by its types in shard_maps, if these have sites."""
@@ -168,14 +139,13 @@ class Rewriter:
         if inlined_graph is not graph:
             before, after = (self._sites_in(each, region) for each in (graph, inlined_graph))
             graph = inlined_graph if after > before else graph
-        values = self._divergence.values(graph.jaxpr, region)
+        values = self._around.divergence.values(graph.jaxpr, region)
         before = self.found
 
         def rewrite(equation: JaxprEqn) -> tuple[JaxprEqn, list[FoundSite]]:
             self.found = []
-            self._keeps = not any(map(misplaced_by_xla, equation.outvars))
-            new = self._rewrite_shard_map(equation, values)
-            self._keeps = True
+            with self._within(keeps=not any(map(misplaced_by_xla, equation.outvars))):
+                new = self._rewrite_shard_map(equation, values)
             self._regions.add(id(called(new)))
             return new, self.found
 
@@ -186,59 +156,24 @@ class Rewriter:
 
     def _sites_in(self, graph: Graph, region: Region) -> int:
         """The number of sites of a program outside shard_map, as it is."""
-        trial = Rewriter(self._implementation, self._recipes)
+        trial = Rewriter(self._implementation, self._around.recipes)
         trial._inlines = False
         with record_decisions(hidden=True):
             trial.rewrite(graph.jaxpr, region)
         return sum(site.replaced for site in trial.found)
 
-    def _bring_together(self, graph: Graph) -> Graph:
-        """Inlines calls and moves collectives into checkpoints where that adds sites."""
-        inlined_graph = inlined(graph)
-        if inlined_graph is not graph and self._matches_in(inlined_graph) > self._matches_in(graph):
-            graph = inlined_graph
-        for index in reversed(sinkable(graph)):
-            sunk_graph = sunk(graph, index)
-            if self._matches_in(sunk_graph) > self._matches_in(graph):
-                graph = sunk_graph
-        return graph
-
-    def _narrowed(self, graph: Graph) -> Graph:
-        """The jaxpr with those matmuls in half precision that sites can execute then only."""
-        trial, narrow = narrowed(graph, narrow_matmuls(graph))
-        matches = (
-            self._match(trial, index)
-            for index, equation in enumerate(trial.equations)
-            if narrow and kind_of(equation) is not None and not is_ours(equation)
-        )
-        products = {
-            var for match in matches if not isinstance(match, str) for var in match.products
-        }
-        return narrowed(graph, [matmul for var, matmul in narrow.items() if var in products])[0]
-
-    def _matches_in(self, graph: Graph) -> int:
-        """The number of sites in a jaxpr, and in the calls and checkpoints that it holds."""
-        number = 0
-        graph, _ = narrowed(graph, narrow_matmuls(graph))
-        for index, equation in enumerate(graph.equations):
-            if equation.primitive.name in CHECKPOINTS | {"jit", "pjit"}:
-                inner = opened(called(equation))
-                number += self._matches_in(Graph(inner)) if holds_collectives(inner) else 0
-            elif kind_of(equation) is not None and not is_ours(equation):
-                number += not isinstance(self._match(graph, index), str)
-        return number
-
     def _rewrite_inner(self, graph: Graph, region: Region) -> list[JaxprEqn]:
         """The equations of a jaxpr, with the jaxprs that they execute rewritten."""
         forwarding = ResidualForwarding(graph, self._forwarded)
-        values = self._divergence.values(graph.jaxpr, region)
+        values = self._around.divergence.values(graph.jaxpr, region)
         equations = []
         calls = []
         for index, equation in enumerate(graph.equations):
             if executes_jaxprs(equation):
                 calls.append(index)
                 equation = forwarding.with_chunk_arguments(index, equation)
-                equation = self._rewrite_equation(equation, values)
+                with self._within(recipes=self._around.recipes.within(equation)):
+                    equation = self._rewrite_equation(equation, values)
                 inside = (self._residuals.get(id(body.value), ()) for body in bodies_of(equation))
                 forwarding.offer(index, equation, [*itertools.chain(*inside)])
             equations.append(equation)
@@ -246,18 +181,8 @@ class Rewriter:
             equations[index] = forwarding.with_chunk_results(index, equations[index])
         return equations
 
-    def _recipe_of(self, equation: JaxprEqn) -> RecipeName | None:
-        return self._recipes.of(equation)
-
     def _rewrite_equation(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         """The equation, with the jaxprs that it executes rewritten."""
-        outside, self._recipes = self._recipes, self._recipes.within(equation)
-        try:
-            return self._rewrite_within(equation, values)
-        finally:
-            self._recipes = outside
-
-    def _rewrite_within(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         name = equation.primitive.name
         if name == "shard_map":
             if id(called(equation)) in self._regions:
@@ -265,14 +190,14 @@ class Rewriter:
             return self._rewrite_shard_map(equation, values)
         if name in CONTROL_FLOW and not is_named(equation):
             return self._rewrite_jaxprs(equation, values)
-        if self._axis_sizes:
+        if self._around.axis_sizes:
             reason = f"it is inside {described(equation)}, which overlap does not rewrite"
             inside = () if is_ours(equation) else all_equations(*jaxprs_of(equation))
-            self.found += [left_alone(inner, reason) for inner in inside if kind_of(inner)]
+            self.found += [reported(inner, reason) for inner in inside if kind_of(inner)]
         return equation
 
     def _rewrite_jaxprs(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
-        regions = self._divergence.regions_in(equation, values)
+        regions = self._around.divergence.regions_in(equation, values)
         jaxprs = [body.value for body in bodies_of(equation)]
         equation = with_jaxprs(equation, [*map(self.rewrite, jaxprs, regions)])
         if equation.primitive.name != "custom_vjp_call":
@@ -282,130 +207,24 @@ class Rewriter:
 
     def _deferred_rewrite(self, divergent: Axes) -> Callable[[Any], Any]:
         """A function that rewrites a jaxpr in this place, whenever it is traced."""
-        options = self._implementation, self._recipes, dict(self._axis_sizes)
+        options = self._implementation, self._around.recipes, self._around.axis_sizes
 
         def rewrite(jaxpr: Any) -> Any:
             rewriter = Rewriter(*options)
-            return rewriter.rewrite(jaxpr, rewriter._divergence.unknown(jaxpr, divergent))
+            return rewriter.rewrite(jaxpr, rewriter._around.divergence.unknown(jaxpr, divergent))
 
         return rewrite
 
     def _rewrite_shard_map(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         parameters = equation.params
         mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
-        outside = self._axis_sizes, self._shard_maps, self._divergence
-        self._axis_sizes = self._axis_sizes | {axis: mesh.shape[axis] for axis in sorted(manual)}
-        self._shard_maps += ((mesh, manual, parameters["check_vma"]),)
-        self._divergence = Divergence(self._axis_sizes)
-        sharded = map(axes_of_spec, parameters["in_specs"])
+        sizes = {**self._around.axis_sizes, **{axis: mesh.shape[axis] for axis in sorted(manual)}}
+        sharded = map(axes_in, parameters["in_specs"])
         arguments = [a | b for a, b in zip(values.of(equation), sharded, strict=True)]
-        region = self._divergence.region(called(equation), values.divergent, arguments)
-        try:
+        with self._within(
+            divergence=Divergence(sizes),
+            shard_maps=(*self._around.shard_maps, (mesh, manual, parameters["check_vma"])),
+        ):
+            region = self._around.divergence.region(called(equation), values.divergent, arguments)
             new = inside_shard_map(parameters, lambda: self.rewrite(called(equation), region))
-        finally:
-            self._axis_sizes, self._shard_maps, self._divergence = outside
         return with_jaxprs(equation, [new])
-
-    def _select_sites(self, graph: Graph, divergent: Axes) -> list[TracedSite]:
-        """Selects and traces the sites of a jaxpr inside shard_map. Reports every collective."""
-        selection = SiteSelection(graph)
-        reports: dict[int, FoundSite] = {}
-        matches: list[Match] = []
-        for index, equation in enumerate(graph.equations):
-            if kind_of(equation) is None or is_ours(equation):
-                continue
-            match = self._match(graph, index)
-            if isinstance(match, str):
-                reason = self._expert_blocks.reason(equation)
-                reason = reason or self._attention_blocks.remark(equation)
-                reason = reason or self._reason_inside(graph, index)
-                reports[index] = left_alone(equation, reason or match)
-            else:
-                matches.append(match)
-        gathered = gathered_weights(graph, matches, self._axis_sizes)
-        context = self._shard_maps, divergent
-
-        def preferred(match: Match) -> tuple:
-            return match.index in gathered, priority(match)
-
-        accepted: dict[int, tuple[PlacedMatch, TracedSite]] = {}
-        found = -1
-        while len(accepted) > found:
-            # A site that was refused may be possible without matmuls that others have taken.
-            found, refused = len(accepted), []
-            for match in sorted(shared_out(matches), key=preferred):
-                equation = graph.equations[match.index]
-                placed = selection.place(match)
-                if isinstance(placed, PlacedMatch):
-                    placed = with_weights(graph, placed, gathered, self._axis_sizes)
-                    site = self._tracer.trace(placed, equation, *context)
-                    if isinstance(site, TracedSite):
-                        # Sites are the same for all devices: also where its own equations stay.
-                        selection.accept(placed)
-                        accepted[match.index] = placed, site
-                        continue
-                    placed = site
-                reports.setdefault(match.index, left_alone(equation, placed))
-                refused.append(match.index)
-            again = [self._match(graph, index, selection.consumed) for index in refused]
-            matches = [match for match in again if not isinstance(match, str)]
-        sites = [site for _, site in accepted.values() if not (self._keeps and stays_itself(site))]
-        sites = self._tracer.without_needed(graph, sites, *context)
-        reports |= _reports(graph, accepted, sites, self._attention_blocks)
-        self.found += [reports[index] for index in sorted(reports)]
-        return sites
-
-    def _match(self, graph: Graph, index: int, taken: Set[int] = frozenset()) -> Match | str:
-        """The match of a collective without the matmuls that are taken, or why there is none."""
-        collective = collective_of(graph.equations[index], self._axis_sizes)
-        if isinstance(collective, str):
-            return collective
-        if collective.kind == "all_gather":
-            found = match_gather(graph, index, collective, taken)
-        else:
-            found = match_sum(graph, index, collective)
-        if isinstance(found, str):
-            return match_einsum(graph, index, collective) or found
-        return found
-
-    def _reason_inside(self, graph: Graph, index: int) -> str | None:
-        """Why a collective is left alone, where its matmul is inside a call beside it."""
-        if not has_matmul_beside(graph, index):
-            return None
-        equation, inside = graph.equations[index], inlined(graph)
-        for at, other in enumerate(inside.equations):
-            if other.source_info is equation.source_info and other.primitive is equation.primitive:
-                match = self._match(inside, at)
-                return match if isinstance(match, str) else None
-        return None
-
-
-def _reports(
-    graph: Graph,
-    accepted: Mapping[int, tuple[PlacedMatch, TracedSite]],
-    sites: Sequence[TracedSite],
-    attention: AttentionBlocks,
-) -> dict[int, FoundSite]:
-    """The reports of accepted sites, and of gathers of weights that are possible in their ops.
-
-    Args:
-      graph: dataflow of the jaxpr.
-      accepted: the matches, with all such gathers, and their sites, by the index of the collective.
-      sites: those that replace equations of the program, as they do.
-      attention: what has an op of its own, which the reports name.
-    """
-    reports: dict[int, FoundSite] = {}
-    replacing = {site.placed.match.index: site for site in sites}
-    for index, (placed, traced) in accepted.items():
-        site = replacing.get(index, traced)
-        decision, matmuls = site.decisions[0], placed.match.matmuls
-        equation = graph.equations[index]
-        if remark := attention.remark(equation):
-            decision = dataclasses.replace(decision, reason=f"{decision.reason}; {remark}")
-        replaced = index in replacing
-        reports[index] = (replaced_by if replaced else kept_as_it_is)(equation, matmuls, decision)
-        for weight in placed.weights:
-            executed = replaced and bool(site.placed.weights)
-            gather = graph.equations[weight.chain[0]]
-            reports[weight.chain[0]] = weight_of_site(gather, matmuls, decision, executed)
-    return reports

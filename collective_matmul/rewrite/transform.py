@@ -24,8 +24,8 @@ from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import Implementation
 from collective_matmul.rewrite.find.placements import explicit_axes
 from collective_matmul.rewrite.find.report import FoundSite, consider, table
+from collective_matmul.rewrite.find.scoped_recipes import Fp8, scoped_recipes
 from collective_matmul.rewrite.rewriter import Rewriter
-from collective_matmul.rewrite.scoped_recipes import Fp8, scoped_recipes
 
 #: Why a function has no sites, and what to do about it.
 NOTHING_SHOWN = (
@@ -176,14 +176,14 @@ def traced_program(fun: Callable, args: tuple, kwargs: dict) -> Any:
 
 def sites_of(program: Any, requested: tuple[str, ...] | None = None) -> list[FoundSite]:
     """The gathers and sums of a closed jaxpr, and what `overlap` would do about each."""
-    rewriter = Rewriter(requested)
-    rewriter.rewrite(program)
-    return rewriter.found
+    return sites_and_keys(program, requested)[0]
 
 
-def sites_and_keys(program: Any) -> tuple[list[FoundSite], dict[int, tuple]]:
+def sites_and_keys(
+    program: Any, requested: tuple[str, ...] | None = None
+) -> tuple[list[FoundSite], dict[int, tuple]]:
     """The same, and the keys of those outside shard_map, by the ids of equations of the program."""
-    rewriter = Rewriter(None)
+    rewriter = Rewriter(requested)
     rewriter.rewrite(program)
     return rewriter.found, rewriter.keys
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from models.command_line import main as models
 from models.generation import Generator
 from models.hugging_face import AdapterFolder, MergedParams, ModelFolder, load, write
-from train.command_line import main as train
+from train.run.command_line import main as train
 
 TINY = Path(__file__).parents[2] / "tests/data/hugging_face/llama3"
 #: Without GPUs, all commands of one process simulate as many devices as the trainer does.

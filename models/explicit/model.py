@@ -26,17 +26,13 @@ from models.blocks.rematerialization import rematerialize
 from models.config import LlamaConfig
 from models.explicit import layers as explicit_layers
 from models.explicit.layers import batch_axes
+from models.families.parameter_table import DENSE
 from models.layers.documents import Documents, locate_documents
 from models.llama import Block, Llama
 from models.parameters.stacked import Keys
 
-#: The linear layers of a block, and the head: their names in the parameters of `Llama`.
-_LINEAR = (
-    *(f"layers.attention.projection.{name}" for name in ("query", "key", "value")),
-    *(f"layers.feed_forward.{name}" for name in ("gate", "up", "down")),
-    "layers.attention.output",
-    "head",
-)
+#: The kernels of the linear layers of a block, and of the head.
+_KERNELS = {parameter.path for parameter in DENSE if parameter.group is not None}
 
 
 def count_sites(gathered: Collection[str] = ()) -> int:
@@ -49,7 +45,7 @@ def count_sites(gathered: Collection[str] = ()) -> int:
       gathered: names of the parameters that `loss` gathers over one of these axes; of layers,
         without their numbers, as "layers.feed_forward.up.kernel".
     """
-    return (2 + 2) + 1 + len({f"{name}.kernel" for name in _LINEAR}.intersection(gathered))
+    return (2 + 2) + 1 + len(_KERNELS.intersection(gathered))
 
 
 class GatheredWeight(NamedTuple):

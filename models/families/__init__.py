@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from models.families.gpt_oss import GPT_OSS
 from models.families.llama3 import LLAMA
 from models.families.mistral import MISTRAL
 from models.families.mixtral import MIXTRAL
+from models.families.parameter_table import Parameter
 from models.families.qwen2 import QWEN2
 from models.families.qwen3 import QWEN3
 from models.families.qwen3_moe import QWEN3_MOE
@@ -24,6 +26,29 @@ FAMILIES = {
 PRESETS: dict[str, Callable[[], LlamaConfig]] = {"debug": debug}
 for _family in FAMILIES.values():
     PRESETS |= _family.presets
+
+#: A parameter by its path, the same in all families that have it but for its tensor.
+PARAMETERS: dict[str, Parameter] = {
+    parameter.path: parameter for family in FAMILIES.values() for parameter in family.parameters
+}
+
+
+def parameter_of(name: str) -> Parameter | None:
+    """The parameter of a dotted name, with or without the number of a layer; None if it is none of
+    the families', such as an adapter."""
+    return PARAMETERS.get(re.sub(r"^layers\.\d+\.", "layers.", name))
+
+
+def parameters_of(config: LlamaConfig) -> list[Parameter]:
+    """The parameters that a model has, in the order of its family's files.
+
+    A family without experts names those of a model that has them as Qwen3-MoE does, and one with
+    experts names the feed-forward of a model without as Llama does.
+    """
+    table = FAMILIES[config.family].parameters
+    if (config.num_experts is not None) != any(each.role == "expert" for each in table):
+        table = (LLAMA if config.num_experts is None else QWEN3_MOE).parameters
+    return [parameter for parameter in table if parameter.only_if(config)]
 
 
 #: Fields that a family may have, of which config.json does not say that others have not.

@@ -21,6 +21,7 @@ from models.families.config_keys import (
     or_null,
     shown,
 )
+from models.families.parameter_table import Parameter
 from models.families.rotary_keys import ROTARY_KEYS, read_rotary, write_rotary
 
 Fields = dict[str, Any]
@@ -38,6 +39,7 @@ class Family:
       read: the fields of `LlamaConfig` that differ from Llama's, from the values of its keys.
       write: its own keys of config.json.
       presets: its published models by name.
+      parameters: its table, in the order of its files.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Family:
     read: Callable[[ConfigValues], Fields]
     write: Callable[[LlamaConfig], dict[str, Any]]
     presets: Presets
+    parameters: tuple[Parameter, ...]
 
 
 #: A number of layers that no model has ends in a sentence rather than in an endless loop.

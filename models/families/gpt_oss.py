@@ -36,6 +36,15 @@ from models.families.family import (
     layer_kinds,
     written_kinds,
 )
+from models.families.parameter_table import (
+    ATTENTION,
+    EXPERTS,
+    LAST,
+    Dimensions,
+    Parameter,
+    Role,
+    kernel,
+)
 
 #: What a file means that says nothing of it.
 _YARN = RotaryScaling(kind="yarn", factor=32.0, original_context=4096, truncate=False)
@@ -143,6 +152,37 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
+def _of_experts(
+    ours: str,
+    theirs: str,
+    inputs: Dimensions,
+    outputs: Dimensions,
+    turn: tuple[int, int] = (0, 1),
+) -> Parameter:
+    """What all experts of a layer have in one tensor. The columns of gate and up take turns."""
+    role: Role = "expert" if inputs else "vector"
+    path, tensor = f"layers.experts.{ours}", f"model.layers.{{layer}}.mlp.experts.{theirs}"
+    return Parameter(
+        path, tensor, outputs, inputs, ("experts",),
+        sharded="experts", role=role, group=EXPERTS if inputs else None, turn=turn,
+    )  # fmt: skip
+
+
+_PARAMETERS = (
+    *ATTENTION,
+    kernel("layers.experts.router.kernel", "model.layers.{layer}.mlp.router.weight",
+           ("features",), ("experts",), role="router"),
+    Parameter("layers.experts.router.logit_bias", "model.layers.{layer}.mlp.router.bias",
+              ("experts",)),
+    _of_experts("w_gate", "gate_up_proj", ("features",), ("hidden",), (0, 2)),
+    _of_experts("w_up", "gate_up_proj", ("features",), ("hidden",), (1, 2)),
+    _of_experts("w_down", "down_proj", ("hidden",), ("features",)),
+    _of_experts("b_gate", "gate_up_proj_bias", (), ("hidden",), (0, 2)),
+    _of_experts("b_up", "gate_up_proj_bias", (), ("hidden",), (1, 2)),
+    _of_experts("b_down", "down_proj_bias", (), ("features",)),
+    *LAST,
+)  # fmt: skip
+
 GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
@@ -150,4 +190,5 @@ GPT_OSS = Family(
     _read,
     _write,
     {"gpt-oss-20b": gpt_oss_20b, "gpt-oss-120b": gpt_oss_120b},
+    _PARAMETERS,
 )

@@ -20,6 +20,7 @@ from models.families.config_keys import (
     or_null,
 )
 from models.families.family import COMMON_KEYS, Family, Fields
+from models.families.parameter_table import DENSE
 
 _STRETCHED = RotaryScaling(factor=8.0)
 _STRETCHED_FURTHER = RotaryScaling(factor=32.0)
@@ -101,4 +102,5 @@ LLAMA = Family(
         "llama3.2-1b": llama3_2_1b,
         "llama3.2-3b": llama3_2_3b,
     },
+    DENSE,
 )

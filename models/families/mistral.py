@@ -19,6 +19,7 @@ from models.families.config_keys import (
     or_null,
 )
 from models.families.family import COMMON_KEYS, Family, Fields
+from models.families.parameter_table import DENSE
 
 
 def mistral_7b_v0_1() -> LlamaConfig:
@@ -67,4 +68,5 @@ MISTRAL = Family(
     _read,
     _write,
     {"mistral-7b-v0.1": mistral_7b_v0_1, "mistral-7b-v0.3": mistral_7b_v0_3},
+    DENSE,
 )

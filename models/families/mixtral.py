@@ -29,6 +29,7 @@ from models.families.family import (
     expert_fields,
     expert_keys,
 )
+from models.families.parameter_table import ATTENTION, LAST, expert_kernels
 
 
 def mixtral_8x7b() -> LlamaConfig:
@@ -83,4 +84,15 @@ MIXTRAL = Family(
     _read,
     _write,
     {"mixtral-8x7b": mixtral_8x7b},
+    (
+        *ATTENTION,
+        *expert_kernels(
+            "block_sparse_moe.gate.weight",
+            "block_sparse_moe.experts.{expert}.{matrix}.weight",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
+        *LAST,
+    ),
 )

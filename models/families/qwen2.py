@@ -26,6 +26,7 @@ from models.families.family import (
     window_keys,
     window_of_all_layers,
 )
+from models.families.parameter_table import DENSE
 
 
 def qwen2_5_0_5b() -> LlamaConfig:
@@ -86,4 +87,5 @@ QWEN2 = Family(
     _read,
     _write,
     {"qwen2.5-0.5b": qwen2_5_0_5b, "qwen2.5-7b": qwen2_5_7b, "qwen2.5-72b": qwen2_5_72b},
+    DENSE,
 )

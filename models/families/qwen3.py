@@ -26,6 +26,7 @@ from models.families.family import (
     window_keys,
     window_of_all_layers,
 )
+from models.families.parameter_table import DENSE
 
 
 def qwen3_0_6b() -> LlamaConfig:
@@ -87,4 +88,5 @@ QWEN3 = Family(
     _read,
     _write,
     {"qwen3-0.6b": qwen3_0_6b, "qwen3-8b": qwen3_8b, "qwen3-32b": qwen3_32b},
+    DENSE,
 )

@@ -30,6 +30,7 @@ from models.families.family import (
     expert_fields,
     expert_keys,
 )
+from models.families.parameter_table import ATTENTION, LAST, expert_kernels
 
 
 def qwen3_30b_a3b() -> LlamaConfig:
@@ -145,4 +146,15 @@ QWEN3_MOE = Family(
     _read,
     _write,
     {"qwen3-30b-a3b": qwen3_30b_a3b},
+    (
+        *ATTENTION,
+        *expert_kernels(
+            "mlp.gate.weight",
+            "mlp.experts.{expert}.{matrix}.weight",
+            gate="gate_proj",
+            up="up_proj",
+            down="down_proj",
+        ),
+        *LAST,
+    ),
 )

@@ -14,6 +14,7 @@ from flax import nnx
 
 from collective_matmul import context_attention, dot_product_attention
 from models.config import LlamaConfig
+from models.families.parameter_table import OUTPUT, PROJECTION
 from models.layers import rotary
 from models.layers.documents import Documents
 from models.layers.norm import RMSNorm
@@ -60,7 +61,7 @@ class Attention(nnx.Module):
             config.head_dim,
             key_value_copies=key_value_copies,
             use_bias=config.projection_bias,
-            **of_layer("layers.attention.projection", layer_options),
+            **of_layer(PROJECTION, layer_options),
         )
         if config.query_key_norm:
             self.query_norm = RMSNorm(config.head_dim, epsilon=config.norm_epsilon)
@@ -69,7 +70,7 @@ class Attention(nnx.Module):
             (config.num_heads, config.head_dim),
             config.features,
             use_bias=config.output_bias,
-            **of_layer("layers.attention.output", _of_rows(layer_options)),
+            **of_layer(OUTPUT, _of_rows(layer_options)),
         )
         self.sinks: nnx.Param[jax.Array] | None = nnx.data(None)
         if config.attention_sinks:

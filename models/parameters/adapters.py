@@ -23,30 +23,19 @@ import jax
 from flax import nnx
 
 from collective_matmul.layers import Lora
+from models.families.parameter_table import DENSE
 
 #: The ends of the paths of an adapter's parameters, and of the weight that it adapts.
 LORA_A, LORA_B, KERNEL = "lora_a", "lora_b", "kernel"
 
-#: The linear layers that can have adapters, by their paths inside a block.
-TARGETS = (
-    "attention.projection.query",
-    "attention.projection.key",
-    "attention.projection.value",
-    "attention.output",
-    "feed_forward.gate",
-    "feed_forward.up",
-    "feed_forward.down",
-)
-#: The same by what Hugging Face and PEFT call them.
+#: The linear layers that can have adapters: their paths inside a block, by what Hugging Face and
+#: PEFT call them.
 MODULES = {
-    "q_proj": "attention.projection.query",
-    "k_proj": "attention.projection.key",
-    "v_proj": "attention.projection.value",
-    "o_proj": "attention.output",
-    "gate_proj": "feed_forward.gate",
-    "up_proj": "feed_forward.up",
-    "down_proj": "feed_forward.down",
+    parameter.tensor.split(".")[-2]: parameter.path_in_block.removesuffix(f".{KERNEL}")
+    for parameter in DENSE
+    if parameter.role == "linear"
 }
+TARGETS = tuple(MODULES.values())
 #: The name of all of them.
 ALL_LINEAR = "all-linear"
 

@@ -6,14 +6,10 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
+from models.families.parameter_table import EXPERTS, LAYER_GROUPS, LayerGroup
+
 #: The linear layers by the names that patterns match, and the `jax.named_scope` of each.
-FP8_LAYERS = {
-    "layers.attention.projection": "qkv",
-    "layers.attention.output": "attention_output",
-    "layers.feed_forward": "feed_forward",
-    "experts": "feed_forward",
-    "head": "head",
-}
+FP8_LAYERS = {group.name: group.scope for group in LAYER_GROUPS}
 #: Those that are in 8 bits on request. Experts are not: no kernel multiplies them in 8 bits yet, so
 #: that they would be rounded, and no faster.
 DEFAULT_FP8_LAYERS = ("layers.*",)
@@ -35,14 +31,15 @@ def scopes(fp8: str | None, patterns: Sequence[str]) -> Any:
         return None
     chosen = recipes(fp8, patterns).items()
     # Programs that are rewritten have no experts.
-    return {FP8_LAYERS[name]: recipe for name, recipe in chosen if name != "experts"}
+    return {FP8_LAYERS[name]: recipe for name, recipe in chosen if name != EXPERTS.name}
 
 
-def of_layer(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of one layer, of those of all: `training` becomes what it says of the layer."""
+def of_layer(group: LayerGroup, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of one group of layers, of those of all: `training` becomes what it says of
+    them."""
     own = {key: value for key, value in options.items() if key != "training"}
     if "fp8" in options:
-        own["fp8"] = options["fp8"].get(name)
+        own["fp8"] = options["fp8"].get(group.name)
     if "training" in options:
-        own |= options["training"].options_of(name)
+        own |= options["training"].options_of(group.name)
     return own

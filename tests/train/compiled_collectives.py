@@ -29,9 +29,10 @@ from tests.train.compiled_memory import (
     print_row,
 )
 from train.config.config import Config, MeshSizes
-from train.memory.step_memory import abstract_batch
 from train.optimizer.optimizer import make_optimizer
-from train.parallel.model import ModelFunctions, state_on_mesh
+from train.optimizer.state import state_on_mesh
+from train.parallel.batches import abstract_batch
+from train.parallel.model import ModelFunctions
 from train.step import sharded_step
 
 #: One sequence for each group of devices that share it. All fits without rematerialization.
@@ -163,7 +164,7 @@ def backends_row(name: str, config: Config, mesh: Mesh | AbstractMesh) -> list[s
     """The backend of each layer, forward / backward, by what it is chosen; and the times of all."""
     model = ModelFunctions(config, MeshSizes(**mesh.shape))
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
-    state, batch = state_on_mesh(model, optimizer, mesh), abstract_batch(config, config.batch_size)
+    state, batch = state_on_mesh(model, optimizer, mesh), abstract_batch(config)
     step = sharded_step(config, model, optimizer, mesh)
     explained = explain(step, peer_kernels=False)(state, batch)
     sites = {(d.site.direction, d.site.op, str(d.site)): d for d in explained.decisions}

@@ -26,11 +26,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from collective_matmul import _compat
 from train.config import presets
 from train.config.config import Config, LoraConfig, MeshSizes, OptimizerConfig
-from train.memory.step_memory import Memory, abstract_batch, memory_of
+from train.memory.step_memory import Memory, memory_of
 from train.optimizer.optimizer import make_optimizer
-from train.parallel.batches import BATCH_SPEC
+from train.optimizer.state import state_on_mesh
+from train.parallel.batches import BATCH_SPEC, abstract_batch
 from train.parallel.mesh import AXES
-from train.parallel.model import ModelFunctions, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.step import make_step
 
 #: What XLA has to know of a device to compile for it, in the names of its `GpuTargetConfigProto`.
@@ -188,7 +189,7 @@ def compiled_step(config: Config, mesh: Mesh, dump_to: str | None = None) -> Com
     sharding = NamedSharding(mesh, BATCH_SPEC)
     batch = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        for name, leaf in abstract_batch(config, config.batch_size).items()
+        for name, leaf in abstract_batch(config).items()
     }
     started = time.monotonic()
     lowered = make_step(config, model, optimizer, mesh).lower(state, batch)

@@ -17,15 +17,17 @@ from collective_matmul import overlap, record_decisions
 from collective_matmul.schedule.schedules import make_schedule
 from tests.rewrite.programs import counts
 from train import step as steps
+from train.checkpoint.new_state import init_state
 from train.config import presets
 from train.config.checks import check
 from train.config.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.data.dataset import open_dataset
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import abstract_state
 from train.parallel import explicit_step
 from train.parallel.batches import global_arrays
 from train.parallel.mesh import make_abstract_mesh, make_mesh
-from train.parallel.model import ModelFunctions, abstract_state, init_state
+from train.parallel.model import ModelFunctions
 from train.step import make_step, sharded_step
 
 SHORT = dataclasses.replace(

@@ -11,8 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from models.checkpoint.checksums import checksums, json_checksum
 from train.checkpoint.initial_weights import InitialWeights
+from train.checkpoint.new_state import init_state
+from train.optimizer.state import FROZEN, TrainState
 from train.parallel import frozen_format
-from train.parallel.model import FROZEN, ModelFunctions, Params, TrainState, init_state
+from train.parallel.model import ModelFunctions, Params
 
 #: The key of a checkpoint's configuration with the checksum of the weights beside it.
 _KEY = "base"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
@@ -19,12 +18,11 @@ from train.config.context import sequence_unit
 from train.config.experts import on_tensor_axis
 from train.memory.live_memory import find_peak
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import FROZEN, TrainState, state_on_mesh
+from train.parallel.batches import abstract_batch
 from train.parallel.mesh import make_abstract_mesh
-from train.parallel.model import FROZEN, ModelFunctions, TrainState, state_on_mesh
-from train.step import Batch, sharded_step
-
-#: The number of documents in a sequence that is assumed where they are kept apart.
-_DOCUMENTS = 64
+from train.parallel.model import ModelFunctions
+from train.step import sharded_step
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def memory_of(
     model = model or ModelFunctions(config, MeshSizes(**mesh.shape), local_devices)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     state = state or state_on_mesh(model, optimizer, mesh)
-    batch = abstract_batch(config, config.batch_size)
+    batch = abstract_batch(config)
     # The plain model takes the same memory. What overlap makes of it is traced for its table.
     # Shapes under jax.jit are global: those of the same model in shard_map are a device's.
     if config.overlap == "rewrite-jit":
@@ -198,19 +196,6 @@ def _cheaper(config: Config, groups: int) -> Iterator[tuple[Config, list[str]]]:
             if steps != config.gradient_accumulation_steps:
                 flags.append(f"--gradient-accumulation-steps {steps}")
             yield changed, flags
-
-
-def abstract_batch(config: Config, sequences: int) -> Batch:
-    """Global shapes and dtypes of a batch."""
-    tokens = jax.ShapeDtypeStruct((sequences, config.sequence_length), jnp.int32)
-    batch: dict[str, Any] = {"inputs": tokens, "targets": tokens}
-    if config.chat:
-        batch["answers"] = tokens
-    if config.separate_documents or config.chat:
-        # The text knows how many there are.
-        documents = min(_DOCUMENTS, config.sequence_length)
-        batch["document_lengths"] = jax.ShapeDtypeStruct((sequences, documents), jnp.int32)
-    return batch
 
 
 def _bytes_per_device(tree: Any) -> int:

@@ -28,6 +28,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from models.families import parameter_of
 from train.config.config import OptimizerConfig
 from train.config.experts import is_expert
 from train.config.optimizers import OPTIMIZERS
@@ -36,16 +37,6 @@ from train.parallel.mesh import all_axes
 Params = dict[str, jax.Array]
 Sharding = tuple[tuple[str, ...], ...]
 
-#: What a part of a parameter's name says of its last dimensions: which ones the matmul contracts,
-#: and which ones it keeps. Dimensions before them count matrices, as those of experts and of
-#: stacked layers do. The matrix of a router is small and left alone.
-_MATRICES = {
-    ".attention.projection.": MuonDimensionNumbers(-3, (-2, -1)),
-    ".attention.output.": MuonDimensionNumbers((-3, -2), -1),
-    ".feed_forward.": MuonDimensionNumbers(-2, -1),
-    # Each expert has matrices of its own.
-    ".experts.w_": MuonDimensionNumbers(-2, -1),
-}
 #: A group of matrices of one shape and sharding travels in at most as many batches. While one
 #: travels, another one is orthogonalized.
 _BATCHES = 4
@@ -100,10 +91,17 @@ def muon(
 
 
 def matrix_dimensions(name: str) -> MuonDimensionNumbers | None:
-    """The dimensions of a parameter that are a matrix, or None for those that Muon leaves alone."""
-    if not (name.endswith(".kernel") or is_expert(name)):
+    """The dimensions of a parameter that are a matrix, or None for those that Muon leaves alone.
+
+    They are its last ones. Those before them count matrices, as those of experts and of stacked
+    layers do. The matrix of a router is small and left alone.
+    """
+    parameter = parameter_of(name)
+    if parameter is None or parameter.role not in ("linear", "expert"):
         return None
-    return next((numbers for part, numbers in _MATRICES.items() if part in name), None)
+    kept = len(parameter.outputs)
+    contracted = tuple(range(-len(parameter.inputs) - kept, -kept))
+    return MuonDimensionNumbers(contracted, tuple(range(-kept, 0)))
 
 
 def describe_muon(config: OptimizerConfig, params: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:

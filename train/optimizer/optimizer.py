@@ -1,4 +1,4 @@
-"""The optimizer of a run, and its learning rate."""
+"""The optimizer of a run: AdamW, or Muon beside it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from train.config.optimizers import OPTIMIZERS, OptimizerConfig
 from train.optimizer.muon import muon
+from train.optimizer.schedule import make_schedule
 from train.parallel.model import is_vector
-
-
-def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate as a function of the number of steps done: warm-up, then cosine decay.
-
-    `steps` is the length of the run, which is that of the schedule unless the configuration has
-    one.
-    """
-    decay_steps = config.with_schedule_of(steps).decay_steps
-    assert decay_steps is not None
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=decay_steps,
-        end_value=config.learning_rate * config.final_learning_rate_fraction,
-    )
 
 
 def make_optimizer(

@@ -8,22 +8,42 @@ and what counts of them alike. Lengths of documents are those of whole sequences
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import zigzag_order
+from train.config.config import Config
 from train.parallel.mesh import BATCH_AXES
 
+Batch = dict[str, jax.Array]
 BATCH_SPEC = P(BATCH_AXES, None)
 #: The arrays of a batch that have no number for each token.
 _OF_SEQUENCES = ("document_lengths",)
+#: The number of documents in a sequence that is assumed where they are kept apart.
+_DOCUMENTS = 64
 
 
-def local_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
-    """The rows of a global array [rows, ...] that devices of this process hold, in order."""
+def abstract_batch(config: Config) -> Batch:
+    """Global shapes and dtypes of a batch, without its text."""
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
+    batch: dict[str, Any] = {"inputs": tokens, "targets": tokens}
+    if config.chat:
+        batch["answers"] = tokens
+    if config.separate_documents or config.chat:
+        # The text knows how many there are.
+        documents = min(_DOCUMENTS, config.sequence_length)
+        batch["document_lengths"] = jax.ShapeDtypeStruct((config.batch_size, documents), jnp.int32)
+    return batch
+
+
+def local_rows(mesh: Mesh, rows: int) -> np.ndarray:
+    """The rows of a batch [rows, ...] that devices of this process hold, in order."""
+    sharding = NamedSharding(mesh, BATCH_SPEC)
     parts = sharding.addressable_devices_indices_map((rows, 1)).values()
     bounds = {part[0].indices(rows)[:2] for part in parts if part is not None}
     return np.concatenate([np.arange(*bound) for bound in sorted(bounds)])

@@ -20,17 +20,16 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import overlap
 from models import explicit
 from train.config.config import Config
+from train.parallel.batches import Batch
 from train.parallel.mesh import BATCH_AXES
-from train.parallel.model import ModelFunctions, Params, TrainState
+from train.parallel.model import ModelFunctions, Params
 
-Batch = dict[str, jax.Array]
+Tree = Any
 
 
 def with_explicit_axes(
-    step: Callable[[TrainState, Batch], tuple[TrainState, Any]],
-    specs: TrainState,
-    mesh: Mesh | AbstractMesh,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Any]]:
+    step: Callable[[Tree, Batch], tuple[Tree, Tree]], specs: Tree, mesh: Mesh | AbstractMesh
+) -> Callable[[Tree, Batch], tuple[Tree, Tree]]:
     """A step of global arrays whose types say how they are sharded.
 
     Args:
@@ -40,7 +39,7 @@ def with_explicit_axes(
     """
     axes = _batch_axes(mesh)
 
-    def typed(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+    def typed(state: Tree, batch: Batch) -> tuple[Tree, Tree]:
         abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
         with jax.sharding.use_abstract_mesh(abstract):
             shardings = specs, jax.tree.map(lambda _: P(axes), batch)

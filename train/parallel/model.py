@@ -1,29 +1,22 @@
-"""The train state: parameters, optimizer state and step count.
+"""The model as pure functions over a flat dictionary of parameters, and how a mesh shards these.
 
-The state is one pytree of global arrays::
-
-    {"params": {"layers.0.attention.output.kernel": ..., ...}, "opt_state": ..., "step": int32 []}
-
-Parameters are float32, keyed by their path in the model. The tensor axis shards them as the layers
-specify, with ZeRO the fsdp axis too; the data axis replicates them. Moments are sharded alike.
+Parameters are float32 global arrays, keyed by their path in the model, such as
+"layers.0.attention.output.kernel". The tensor axis shards them as the layers specify, with ZeRO the
+fsdp axis too; the data axis replicates them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import Quantized
-from models.checkpoint.layer_layout import move_layout, other_layout
 from models.config import LlamaConfig
 from models.llama import Llama
 from models.parameters.adapters import Training, is_adapter
@@ -38,7 +31,6 @@ from train.config.experts import (
     expert_axes,
     expert_dimension,
     expert_implementation,
-    gathers_experts,
     is_expert,
     is_expert_bias,
 )
@@ -47,25 +39,11 @@ from train.log.metrics import model_flops_per_token
 from train.parallel import frozen_format
 from train.parallel.mesh import shard_axes_of
 from train.parallel.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
+from train.parallel.weight_gather import where_gathered
 
 Params = dict[str, jax.Array]
 #: Parameters as the model computes with them.
 Weights = dict[str, jax.Array | Quantized]
-TrainState = dict[str, Any]
-
-
-#: The part of a state that no step changes, and no checkpoint has.
-FROZEN = "frozen"
-
-
-def trained_part(state: TrainState) -> TrainState:
-    """The state without what is frozen: what checkpoints have."""
-    return {name: part for name, part in state.items() if name != FROZEN}
-
-
-def weights_of(state: TrainState) -> Params:
-    """All parameters of a state, trained and frozen."""
-    return {**state["params"], **state.get(FROZEN, {})}
 
 
 def is_vector(name: str) -> bool:
@@ -129,11 +107,7 @@ class ModelFunctions:
         self.quantizes_shards = self.zero == 3 and self.fp8 is not None and sizes.context == 1
         self.gathers: Gathers | None = None
         if self.zero == 3:
-            self.gathers = (
-                _gathers_frozen(config, sizes)
-                if self.freezes
-                else _gathers(config, sizes, local_devices)
-            )
+            self.gathers = where_gathered(config, sizes, local_devices, freezes=self.freezes)
         self._graph, abstract = nnx.split(nnx.eval_shape(build))
         self._variables = {_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(abstract)}
         self.abstract_params = {
@@ -416,183 +390,6 @@ def describe_trained(model: ModelFunctions) -> list[str]:
         return []
     trained, every = model.trained_count, model.parameter_count
     return [f"trains {trained:,} parameters, {trained / every:.2%} of {every:,}; others are frozen"]
-
-
-def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
-    """Global shapes and dtypes of the state."""
-    state = {
-        "params": model.abstract_params,
-        "opt_state": jax.eval_shape(optimizer.init, model.abstract_params),
-        "step": jax.ShapeDtypeStruct((), jnp.int32),
-    }
-    return state | ({FROZEN: model.frozen_params} if model.frozen_params else {})
-
-
-def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
-    """A `PartitionSpec` for every leaf of the state."""
-
-    def masked(leaf: Any) -> bool:
-        return isinstance(leaf, optax.MaskedNode)
-
-    opt_state = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda leaf, spec: leaf if masked(leaf) else spec,
-        jax.eval_shape(optimizer.init, model.abstract_params),
-        model.specs,
-        transform_non_params=lambda _: P(),
-        is_leaf=masked,
-    )
-    specs = {"params": model.specs, "opt_state": opt_state, "step": P()}
-    return specs | ({FROZEN: model.frozen_specs} if model.frozen_specs else {})
-
-
-def state_on_mesh(
-    model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
-) -> TrainState:
-    """Global shapes, dtypes and shardings of the state, to restore a checkpoint into.
-
-    The mesh may be abstract.
-    """
-    return jax.tree.map(
-        lambda leaf, spec: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
-        ),
-        abstract_state(model, optimizer),
-        state_specs(model, optimizer),
-    )
-
-
-def init_state(
-    model: ModelFunctions,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    params: Params | None = None,
-) -> TrainState:
-    """The initial state. Every shard is made on the device that keeps it.
-
-    Args:
-      model: the model.
-      optimizer: the optimizer.
-      mesh: the mesh of the state.
-      params: global parameters, sharded as the model says; those that it lacks, or all by default,
-        are random.
-    """
-
-    def init(params: Params) -> TrainState:
-        return {"opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
-
-    abstract = state_on_mesh(model, optimizer, mesh)
-    shardings = _shardings(abstract)
-    own, frozen = shardings.pop("params"), shardings.pop(FROZEN, {})
-    whole = abstract["params"] | abstract.get(FROZEN, {})
-    params = params or {}
-    if params.keys() != whole.keys():
-        in_8_bits = model.kernels_in_8_bits.keys()
-        random: dict[str, Any] = _random_params(model, whole, {*params, *in_8_bits})
-        for number, name in enumerate(sorted(in_8_bits - params.keys())):
-            random[name] = model.random_in_8_bits(name, number, frozen[name])
-        params = random | params
-    trained = jax.device_put({name: params[name] for name in own}, own)
-    state = {
-        "params": trained,
-        **jax.jit(init, in_shardings=(own,), out_shardings=shardings)(trained),
-    }
-    if frozen:
-        base = {
-            n: params[n] if n in model.kernels_in_8_bits else params[n].astype(whole[n].dtype)
-            for n in frozen
-        }
-        state[FROZEN] = jax.device_put(base, frozen)
-    return state
-
-
-def _random_params(
-    model: ModelFunctions, abstract: Params, without: Set[str] = frozenset()
-) -> Params:
-    """Initial parameters as `abstract` describes them, without some.
-
-    Layers are made stacked and then taken apart: so the time to compile does not depend on their
-    number. XLA takes seconds for the random numbers of one matrix.
-    """
-    abstract = {name: leaf for name, leaf in abstract.items() if name not in without}
-    target = abstract if model.stacks_layers else other_layout(abstract)
-
-    def init() -> Params:
-        made = model.init(stacked=True)
-        return {name: made[name] for name in target}
-
-    params = jax.jit(init, out_shardings=_shardings(target))()
-    return params if model.stacks_layers else move_layout(params, abstract)
-
-
-def _shardings(abstract: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
-
-
-def _gathers(config: Config, sizes: MeshSizes, local_devices: int | None) -> Gathers:
-    """Where weights are gathered.
-
-    Rings hide a gather in its own matmul. They are chosen for devices of one process, shards of
-    one size, and gradients that travel in no narrower dtype than the weights.
-
-    Raises:
-      ValueError: if it is to be in matmuls, and they cannot.
-    """
-    unsupported = _unsupported_reason(config, sizes)
-    if config.weight_gather == "matmuls" and unsupported is not None:
-        raise ValueError("weight_gather='matmuls': {}; {}".format(*unsupported))
-    if config.weight_gather != "auto":
-        return config.weight_gather
-    within_process = local_devices is None or sizes.fsdp * sizes.tensor <= local_devices
-    possible = unsupported is None and within_process
-    return "matmuls" if possible and config.overlap in ("auto", "rewrite-jit") else "blocks"
-
-
-def _gathers_frozen(config: Config, sizes: MeshSizes) -> Gathers:
-    """Where weights are gathered beside which others are frozen: in matmuls, whose backward gathers
-    them again.
-
-    Raises:
-      ValueError: if matmuls cannot gather them.
-    """
-    unsupported = _unsupported_reason(config, sizes)
-    if config.weight_gather == "blocks":
-        unsupported = "--weight-gather is blocks", ""
-    if unsupported is None:
-        return "matmuls"
-    raise ValueError(
-        f"zero=3: frozen weights are gathered by the matmuls that use them, and {unsupported[0]};"
-        " choose --zero 1, which shards what is trained"
-    )
-
-
-def _unsupported_reason(config: Config, sizes: MeshSizes) -> tuple[str, str] | None:
-    """Why matmuls cannot gather their weights, and what to do; None if they can."""
-    model = config.model
-    if sizes.context > 1:
-        return (
-            f"with mesh.context={sizes.context}, weights are sharded over two axes, and matmuls"
-            " gather them over one"
-        ), "leave out --weight-gather"
-    if model.features % sizes.fsdp:
-        return (
-            f"mesh.fsdp={sizes.fsdp} does not divide model.features={model.features}"
-        ), "choose a divisor, or leave out --weight-gather"
-    if not gathers_experts(config, sizes):
-        return (
-            f"mesh.fsdp={sizes.fsdp} does not divide model.hidden_features={model.hidden_features}"
-            " of experts"
-        ), "choose a divisor, or leave out --weight-gather"
-    if model.key_value_copies(sizes.tensor) > 1:
-        return (
-            f"mesh.tensor={sizes.tensor} is more than model.num_key_value_heads="
-            f"{model.num_key_value_heads}, whose weights then are whole on every device"
-        ), "leave out --weight-gather, or make --mesh.tensor smaller"
-    if (config.compute_dtype, config.gradient_dtype) == ("float32", "bfloat16"):
-        return (
-            "gradients travel in gradient_dtype='bfloat16' only with compute_dtype='bfloat16'"
-        ), "choose one of them otherwise, or leave out --weight-gather"
-    return None
 
 
 def _and_context(sizes: MeshSizes) -> str:

@@ -62,8 +62,12 @@ def of_all_devices(own: RouterStatistics) -> RouterStatistics:
     return jax.tree.map(lax.stop_gradient, own).sum_over_devices(all_axes())
 
 
-def router_metrics(whole: RouterStatistics) -> dict[str, jax.Array]:
-    """What is logged of the routers of a step: see `train.log.metrics.Record`."""
+def router_metrics(own: RouterStatistics | None) -> dict[str, jax.Array]:
+    """What is logged of the routers of a step: see `train.log.metrics.Record`. `own` are the
+    statistics of this device's tokens; nothing is logged without any."""
+    if own is None:
+        return {}
+    whole = of_all_devices(own)
     every = whole.sum_over_layers()
     return {
         "balance_loss": load_balancing_loss(every),

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from models.simulated_devices import simulate_devices
 from train.checkpoint.checkpoint import SaveError
-from train.config.config import Config, MeshSizes, OptimizerConfig
+from train.config.config import Config, MeshSizes
 from train.config.config_file import config_text, read_config
 from train.config.context import describe_context
 from train.config.defaults import describe_defaults, implied, with_values
@@ -30,6 +30,7 @@ from train.config.renamed import current_arguments
 from train.log.metrics import Record
 from train.memory.device_memory import describe_memory, set_memory_fraction
 from train.optimizer.muon import describe_muon
+from train.optimizer.schedule import describe_schedule
 from train.parallel.model import describe_trained
 from train.parallel.zero import describe_zero
 from train.plan.communication import GPUS_OF_A_NODE
@@ -181,22 +182,6 @@ def describe_held_out(setup: Setup) -> list[str]:
     if text.sha256 == setup.text.sha256:
         return [line, "warning: the held-out text is the text that is trained on"]
     return [line]
-
-
-def describe_schedule(config: OptimizerConfig, steps: int) -> str:
-    """The learning rate of a run in one sentence."""
-    config = config.with_schedule_of(steps)
-    final = config.learning_rate * config.final_learning_rate_fraction
-    line = (
-        f"learning rate: up to {config.learning_rate:g} in {config.warmup_steps} steps, down to"
-        f" {final:g} at step {config.decay_steps}"
-    )
-    assert config.decay_steps is not None
-    if config.decay_steps >= steps:
-        return line
-    if final == 0:
-        return f"{line}; later steps train nothing: give a longer --optimizer.decay-steps"
-    return f"{line}, then constant (--optimizer.decay-steps)"
 
 
 def conclude(

@@ -18,11 +18,13 @@ from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
 from train.config.model_folder import model_name
 from train.memory.device_memory import GPUS, memory_fraction, memory_limit, usable, verdict
-from train.memory.step_memory import Memory, abstract_batch, advice, memory_of
+from train.memory.step_memory import Memory, advice, memory_of
 from train.optimizer.muon import describe_muon
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
+from train.parallel.batches import abstract_batch
 from train.parallel.mesh import make_abstract_mesh
-from train.parallel.model import ModelFunctions, describe_trained, state_on_mesh
+from train.parallel.model import ModelFunctions, describe_trained
 from train.parallel.zero import describe_zero
 from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, attention_of, predict_run
@@ -88,7 +90,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     if gpu is not None and gpu.remark is not None:
         lines.insert(0, gpu.remark)
     explained = explain(step, peer_kernels=False, verbose=config.verbose)
-    lines.append(str(explained(state, abstract_batch(config, config.batch_size))))
+    lines.append(str(explained(state, abstract_batch(config))))
     lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)

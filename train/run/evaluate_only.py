@@ -18,7 +18,8 @@ from train.config.config import Config
 from train.log.log_file import LogFile, check_log_file
 from train.log.metrics import Evaluation
 from train.log.reporter import Reporter
-from train.parallel.model import FROZEN, ModelFunctions
+from train.optimizer.state import FROZEN
+from train.parallel.model import ModelFunctions
 from train.processes.agreement import together
 from train.processes.connection import is_first
 from train.run.evaluation import Evaluator

@@ -21,10 +21,10 @@ from collective_matmul import overlap, overlap_jit
 from train.config.config import Config
 from train.data.dataset import TextData
 from train.log.metrics import Evaluation
-from train.parallel.batches import BATCH_SPEC, batch_specs, global_arrays, local_rows
+from train.parallel.batches import Batch, batch_specs, global_arrays, local_rows
+from train.parallel.loss import FORWARD_SITES, batch_losses
 from train.parallel.mesh import BATCH_AXES, token_axes
 from train.parallel.model import ModelFunctions, Params
-from train.step import FORWARD_SITES, Batch, batch_losses
 
 _WEIGHT_SPEC = P(BATCH_AXES)
 
@@ -46,7 +46,7 @@ class Evaluator:
         self._text, self._mesh = text, mesh
         self._size = config.batch_size // config.gradient_accumulation_steps
         self.sequences = evaluated_sequences(config, text)
-        self._local_rows = local_rows(NamedSharding(mesh, BATCH_SPEC), self._size)
+        self._local_rows = local_rows(mesh, self._size)
         params = jax.tree.map(
             lambda leaf, spec: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from models.checkpoint.saved_checkpoint import differences
 from train.checkpoint.base_weights import check_base, frozen_weights, load_base
-from train.parallel.model import FROZEN, TrainState, init_state, state_on_mesh, trained_part
+from train.checkpoint.new_state import init_state
+from train.optimizer.state import FROZEN, TrainState, state_on_mesh, trained_part
 from train.run.setup import Setup
 
 # Fields that do not influence any number of a run, or not after its beginning.

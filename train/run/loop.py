@@ -19,8 +19,9 @@ from train.log.metrics import Meter, Record
 from train.log.reporter import Reporter, Writer
 from train.log.run_record import run_record
 from train.log.trackers import TensorBoard, WeightsAndBiases
+from train.optimizer.state import TrainState, trained_part, weights_of
 from train.parallel.batches import batch_specs, global_arrays, local_rows
-from train.parallel.model import Params, TrainState, trained_part, weights_of
+from train.parallel.model import Params
 from train.processes.agreement import StopRequest, check_same
 from train.processes.connection import is_first
 from train.processes.shutdown import Shutdown
@@ -60,7 +61,7 @@ def train(
       Interrupted: a signal asked to stop. The state after the last step that was done is saved.
     """
     config, checkpoints = setup.config, setup.checkpoints
-    rows = local_rows(setup.row_sharding, config.batch_size)
+    rows = local_rows(setup.mesh, config.batch_size)
     batches = setup.text.iterator(rows)
     profiler = _Profiler(config.profile_steps if is_first() else None, config.profile_dir)
     shutdown = shutdown or Shutdown()

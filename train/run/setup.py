@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.hugging_face.chat.template import read_variables
@@ -24,7 +24,6 @@ from train.data.dataset import TextData, open_dataset
 from train.log.log_file import check_log_file
 from train.log.trackers import check_trackers, new_run_id
 from train.optimizer.optimizer import make_optimizer
-from train.parallel.batches import BATCH_SPEC
 from train.parallel.mesh import make_mesh
 from train.parallel.model import ModelFunctions
 from train.plan.mesh_choice import SAVED_SIZES, planned_mesh_sizes
@@ -58,11 +57,6 @@ class Setup:
     optimizer: optax.GradientTransformation
     wandb_run_id: str | None
     checkpoints: Checkpoints | None
-
-    @property
-    def row_sharding(self) -> NamedSharding:
-        """Sharding of the sequences of a batch."""
-        return NamedSharding(self.mesh, BATCH_SPEC)
 
     @property
     def configuration(self) -> dict[str, Any]:

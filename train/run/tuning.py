@@ -10,7 +10,8 @@ from train.config.config import Config
 from train.config.model_folder import model_name
 from train.memory.step_memory import abstract_batch
 from train.optimizer.optimizer import make_optimizer
-from train.parallel.model import ModelFunctions, state_on_mesh
+from train.optimizer.state import state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.run.setup import complete
 from train.step import sharded_step
 
@@ -36,4 +37,4 @@ def tune_step(config: Config, console: Console) -> None:
     )
     step = sharded_step(config, model, optimizer, mesh)
     state = state_on_mesh(model, optimizer, mesh)
-    tune(step, state, abstract_batch(config, config.batch_size), path=config.tune_table)
+    tune(step, state, abstract_batch(config), path=config.tune_table)

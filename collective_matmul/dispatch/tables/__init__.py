@@ -1,4 +1,4 @@
 """Tables of measured times: their text, their files, and looking up a request.
 
-In comes a request. Out goes what was measured for it, or for the nearest requests that were.
+The input is a request. The output is the times that were measured for it or for similar requests.
 """

@@ -186,7 +186,7 @@ def _advice(layer: Any, kinds: Collection[type], style: ParallelStyle) -> str:
         advice = ", and subclasses that inherit its __call__; this one has its own. "
         inside = f"{linear_layers.replace('linear', 'the linear')} inside it"
         return advice + (inside if isinstance(style, Heads) else "Leave it out of the plan")
-    if kind.__module__.startswith(__name__.rpartition(".")[0]):
+    if kind.__module__.startswith("collective_matmul.layers."):
         own = "Layers of collective_matmul are parallel by their own arguments, such as axis_name"
         return f". {own}: leave it out of the plan"
     if _stacks_matrices(layer):

@@ -1,4 +1,7 @@
-"""The formats in 8 bits. A recipe is one file and one line here."""
+"""The formats in 8 bits. A recipe is one file and one line here.
+
+The input is an array. The output is that array in the recipe's format, with its scales.
+"""
 
 from collective_matmul.operands.format import register_format
 from collective_matmul.operands.recipes.blockwise import BLOCKWISE

@@ -89,7 +89,7 @@ def collective_seconds(equation: JaxprEqn, axis_sizes: Mapping[str, int], gpu: R
     return gpu.collective_seconds + passes * size * (devices - 1) / devices / gpu.link_bytes
 
 
-def collective_of(equation: JaxprEqn, axis_sizes: dict[str, int]) -> Collective | str:
+def collective_of(equation: JaxprEqn, axis_sizes: Mapping[str, int]) -> Collective | str:
     """Describes a collective, or says why the ops cannot execute it.
 
     Args:

@@ -7,7 +7,7 @@ the dimension that is, or will be, divided over the devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,82 +71,78 @@ class CommutingOp:
     Attributes:
       operand: the array that it transforms.
       equation: the equation itself.
-      shape_before: the whole array's shape before it.
-      shape_after: the whole array's shape after it.
+      constant: the scalar that multiplies or divides; None for any other operation.
     """
 
     operand: Atom
     equation: JaxprEqn
-    shape_before: Shape
-    shape_after: Shape
+    constant: np.ndarray | None = None
+
+    @property
+    def shape_before(self) -> Shape:
+        """The whole array's shape before it."""
+        return tuple(type_of(self.operand).shape)
+
+    @property
+    def shape_after(self) -> Shape:
+        """The whole array's shape after it."""
+        return tuple(type_of(self.equation.outvars[0]).shape)
 
     @property
     def reshapes(self) -> bool:
         """Whether it is a reshape, by whichever primitive."""
         return self.equation.primitive.name in RESHAPES
 
-    def exact_factor(self, graph: Graph) -> float | None:
+    @property
+    def exact_factor(self) -> float | None:
         """The factor, if it only multiplies and the product of any number is exact; else None.
 
         So are negation and powers of two, apart from overflow and from numbers near zero, where
         float16 has few.
         """
-        name = self.equation.primitive.name
-        if name == "neg":
+        if self.equation.primitive.name == "neg":
             return -1.0
-        if name not in ("mul", "div"):
+        if self.constant is None:
             return None
-        (scalar,) = (atom for atom in self.equation.invars if atom is not self.operand)
-        factor = float(np.asarray(graph.constant(scalar)).item())
+        factor = float(self.constant.item())
         if abs(factor) != 1 and type_of(self.operand).dtype == np.float16:
             return None
         if factor == 0 or not math.isfinite(factor) or abs(math.frexp(factor)[0]) != 0.5:
             return None
-        return factor if name == "mul" else 1 / factor
+        return factor if self.equation.primitive.name == "mul" else 1 / factor
 
-    @property
-    def _permutation(self) -> Shape | None:
-        if self.equation.primitive.name != "transpose":
-            return None
-        return tuple(self.equation.params["permutation"])
-
-    def dimension_after(self, dimension: int, devices: int) -> int | None:
+    def dimension(self, dimension: int, devices: int, *, before: bool = False) -> int | None:
         """The result's dimension that corresponds to `dimension` of the operand.
 
         None unless the `devices` blocks of that dimension stay contiguous blocks.
-        """
-        if self.equation.primitive.name == "sharding_constraint":
-            return None if _constrains(self.equation, dimension) else dimension
-        if self._permutation:
-            return self._permutation.index(dimension)
-        return same_blocks(self.shape_before, dimension, self.shape_after, devices)
-
-    def dimension_before(self, dimension: int, devices: int) -> int | None:
-        """The operand's dimension that corresponds to `dimension` of the result.
-
-        None unless the `devices` blocks of that dimension were contiguous blocks.
-        """
-        if self.equation.primitive.name == "sharding_constraint":
-            return None if _constrains(self.equation, dimension) else dimension
-        if self._permutation:
-            return self._permutation[dimension]
-        return same_blocks(self.shape_after, dimension, self.shape_before, devices)
-
-    def on_shard(self, graph: Graph, dimension: int | None, devices: int) -> ShardOp:
-        """The same operation on a shard.
 
         Args:
-          graph: the dataflow that the equation is part of.
+          dimension: the operand's dimension.
+          devices: the size of the axis.
+          before: the other way: find the operand's dimension from the result's.
+        """
+        name, params = self.equation.primitive.name, self.equation.params
+        if name == "sharding_constraint":
+            return None if _constrains(self.equation, dimension) else dimension
+        if name == "transpose":
+            permutation = tuple(params["permutation"])
+            return permutation[dimension] if before else permutation.index(dimension)
+        shapes = self.shape_before, self.shape_after
+        start, end = shapes[::-1] if before else shapes
+        return same_blocks(start, dimension, end, devices)
+
+    def on_shard(self, dimension: int | None, devices: int) -> ShardOp:
+        """The operation on a shard.
+
+        Args:
           dimension: the result's dimension that is divided by `devices`; None if none is.
           devices: the size of the axis.
         """
         equation, name = self.equation, self.equation.primitive.name
         if self.reshapes:
-            shape = divided(self.shape_after, dimension, devices)
-            return ShardOp("reshape", shape, lambda array: lax.reshape(array, shape))
-        if name in ("mul", "div"):
-            (scalar,) = (atom for atom in equation.invars if atom is not self.operand)
-            return _scale(name, np.asarray(graph.constant(scalar)))
+            return reshaping(divided(self.shape_after, dimension, devices))
+        if self.constant is not None:
+            return _scale(name, self.constant)
         params = equation.params
 
         def apply(array: jax.Array) -> jax.Array:
@@ -160,19 +156,49 @@ def commuting_op(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:
     """The equation as a `CommutingOp`; None if it does not commute with collectives."""
     name = equation.primitive.name
     if name in ("mul", "div"):
-        operand = _scaled_operand(graph, equation)
-        if operand is None:
-            return None
-    elif name in _ELEMENTWISE | RESHAPES | _OTHERS and len(equation.invars) == 1:
-        (operand,) = equation.invars
-    else:
+        return _scaling_op(graph, equation)
+    if name not in _KEEPING or len(equation.invars) != 1:
         return None
-    before, after = tuple(type_of(operand).shape), tuple(type_of(equation.outvars[0]).shape)
-    if name == "broadcast_in_dim" and math.prod(before) != math.prod(after):
+    op = CommutingOp(equation.invars[0], equation)
+    if name == "broadcast_in_dim" and math.prod(op.shape_before) != math.prod(op.shape_after):
         return None
     if name == "reshape" and equation.params.get("dimensions") is not None:
         return None
-    return CommutingOp(operand, equation, before, after)
+    return op
+
+
+def back_through(
+    graph: Graph,
+    atom: Atom,
+    commutes: Callable[[Graph, JaxprEqn], CommutingOp | None] = commuting_op,
+) -> Iterator[tuple[int, CommutingOp | None]]:
+    """Yields the equations that make an array, the last first, back to one that does not commute.
+
+    Args:
+      graph: dataflow of the jaxpr.
+      atom: the array.
+      commutes: returns an equation as an op; None for the one that comes last, with its index.
+    """
+    while (index := graph.producer(atom)) is not None:
+        op = commutes(graph, graph.equations[index])
+        yield index, op
+        if op is None:
+            return
+        atom = op.operand
+
+
+def _scaling_op(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:
+    """A multiplication or a division by a constant, if the shape and dtype stay."""
+    first, second = equation.invars
+    scalar, operand = second, first
+    if (constant := graph.constant(scalar)) is None and equation.primitive.name == "mul":
+        scalar, operand = first, second
+        constant = graph.constant(scalar)
+    if constant is None or graph.constant(operand) is not None:
+        return None
+    result, scaled = type_of(equation.outvars[0]), type_of(operand)
+    same = (result.shape, result.dtype) == (scaled.shape, scaled.dtype)
+    return CommutingOp(operand, equation, np.asarray(constant)) if same else None
 
 
 def same_blocks(before: Shape, dimension: int, after: Shape, devices: int) -> int | None:
@@ -193,23 +219,16 @@ def divided(shape: Shape, dimension: int | None, devices: int) -> Shape:
     return tuple(size // devices if i == dimension else size for i, size in enumerate(shape))
 
 
-def _scaled_operand(graph: Graph, equation: JaxprEqn) -> Atom | None:
-    """The operand that a constant multiplies or divides, if the shape and dtype stay."""
-    for scalar, operand in (equation.invars[::-1], equation.invars):
-        if graph.constant(scalar) is not None and not (
-            equation.primitive.name == "div" and scalar is equation.invars[0]
-        ):
-            result, scaled = type_of(equation.outvars[0]), type_of(operand)
-            same = (result.shape, result.dtype) == (scaled.shape, scaled.dtype)
-            return operand if same and graph.constant(operand) is None else None
-    return None
-
-
 def scale(array: jax.Array, factor: float) -> jax.Array:
     """The array times a constant, in its own dtype."""
     if factor in (1, -1):
         return array if factor == 1 else -array
     return lax.mul(array, lax.full_like(array, factor))
+
+
+def reshaping(shape: Shape) -> ShardOp:
+    """A reshape of a shard."""
+    return ShardOp("reshape", shape, lambda array: lax.reshape(array, shape))
 
 
 def scaling(factor: float) -> ShardOp:

@@ -64,7 +64,7 @@ EVERYWHERE = Region()
 
 @dataclass(frozen=True)
 class Values:
-    """What is known of the values in a jaxpr.
+    """Facts about the values in a jaxpr.
 
     Attributes:
       divergent: the divergent axes of the jaxpr's region.
@@ -87,14 +87,16 @@ class Values:
 class Divergence(Propagation):
     """Follows values through jaxprs to find what devices may disagree on.
 
-    Args:
+    Attributes:
       axis_sizes: all manual axes, with their sizes.
+      axes: those of several devices.
     """
 
     entered = CONTROL_FLOW
 
     def __init__(self, axis_sizes: Mapping[str, int]):
         super().__init__()
+        self.axis_sizes = axis_sizes
         self.axes: Axes = frozenset(axis for axis, size in axis_sizes.items() if size > 1)
 
     def region(self, program: Any, divergent: Axes, arguments: Sequence[Axes]) -> Region:
@@ -111,7 +113,7 @@ class Divergence(Propagation):
         return self.region(jaxpr, divergent, ())
 
     def values(self, jaxpr: Jaxpr, region: Region) -> Values:
-        """What is known of the values in a jaxpr; nothing where that is irrelevant."""
+        """Facts about the values in a jaxpr; nothing where they are irrelevant."""
         known: dict[Any, Axes] = {}
         if region.arguments is not None:
             known = self.variables(jaxpr, dict(zip(jaxpr.invars, region.arguments, strict=True)))
@@ -141,13 +143,3 @@ class Divergence(Propagation):
         named = params.get("axis_name", params.get("axes", ()))
         named = {*effects, *(named if isinstance(named, tuple) else (named,))}
         return [joined | (self.axes & named)] * len(equation.outvars)
-
-
-def axes_of_spec(spec: Any) -> Axes:
-    """The mesh axes that a `PartitionSpec` names, over which a shard differs between devices."""
-    named = [
-        axis
-        for entry in spec.partitions
-        for axis in (entry if isinstance(entry, tuple) else (entry,))
-    ]
-    return frozenset(named).difference({None}).union(getattr(spec, "unreduced", ()))

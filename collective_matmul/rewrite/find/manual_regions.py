@@ -7,7 +7,7 @@ the others. The rest of `overlap` then sees a gather or a sum over devices, and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,12 @@ from collective_matmul.rewrite.find.collective_equations import CollectiveKind
 from collective_matmul.rewrite.find.commuting import CommutingOp, commuting_op
 from collective_matmul.rewrite.find.placements import (
     axes_in,
+    axes_together,
     is_local,
     is_minor,
-    is_shared,
     local_shape,
     only_axes,
     placement,
-    sharing,
     spec_of,
     without_axes,
 )
@@ -85,7 +84,7 @@ class ManualRegion:
         ]
 
     def kind(self, graph: Graph) -> CollectiveKind:
-        """What it communicates."""
+        """The kind of its collective."""
         if self.summed is None:
             return "all_gather"
         (result,) = graph.equations[self.equations[-1]].outvars
@@ -100,64 +99,48 @@ class ManualRegion:
         """
         equations = [graph.equations[index] for index in self.equations]
         atoms = {atom for e in equations for atom in variables((*e.invars, *e.outvars))}
-        communicated = [*self.gathered.items()]
+        communicated = [(var, axis) for var, (axis, _) in self.gathered.items()]
         if self.summed:
-            communicated.append((equations[-1].outvars[0], (self.summed, 0)))
-        if not all(is_minor(var, axis) for var, (axis, _) in communicated):
+            communicated.append((equations[-1].outvars[0], self.summed))
+        if not all(is_minor(var, axis) for var, axis in communicated):
             return _SHARED
-        further: frozenset[str] = frozenset()
+        groups = {group for atom in atoms for group in axes_together(atom)}
+        needed, before = self.axes, frozenset[str]()
+        while needed != before:
+            before = needed
+            needed = needed.union(*(group for group in groups if needed.intersection(group)))
+        touched = [group for group in groups if needed.intersection(group)]
+        local = all(
+            is_local(equation, axis) for equation in equations for axis in needed - self.axes
+        )
+        if not local or _in_two_orders(touched):
+            return _SHARED
+        # None whose dimension another axis shards that is not manual, or shards in two orders.
+        single = {axis for axis, size in mesh.shape.items() if size == 1}
+        more = single.union(
+            axis
+            for axis in mesh.explicit_axes
+            if all(is_local(equation, axis) for equation in equations)
+        ).difference(_in_two_orders(groups))
         for _ in mesh.axis_names:
-            axes = self.axes | further
-            groups = {sharing(atom, axis) for atom in atoms for axis in axes} - {()}
-            further = frozenset().union(*groups) - self.axes
-        local = all(is_local(equation, axis) for equation in equations for axis in further)
-        orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
-        if not local or any(pair[::-1] in orders for pair in orders):
-            return _SHARED
-        manual = self.axes | further
-        manual |= self._local_axes(graph, mesh, manual)
-        return self._beside_others(graph, mesh, manual, self.axes | further)
-
-    def _beside_others(
-        self, graph: Graph, mesh: Any, manual: frozenset[str], needed: frozenset[str]
-    ) -> frozenset[str] | str:
-        """The manual axes, if XLA can compile gradients beside those that are left to it.
-
-        Else only the `needed` ones of them, or why these cannot be manual either.
-        """
+            for group in groups:
+                if not needed.union(more).issuperset(group):
+                    more = more.difference(group)
+        manual = needed | more
         if all(axis in manual for axis, size in mesh.shape.items() if size > 1):
             return manual
-        single = {axis for axis, size in mesh.shape.items() if size == 1}
-        equations = [graph.equations[index] for index in self.equations]
-        atoms = [atom for e in equations for atom in variables((*e.invars, *e.outvars))]
-        # One that shards a dimension together with a manual axis must be manual too.
-        shared = {axis for axis in single if any(is_shared(atom, axis) for atom in atoms)}
-        manual -= single - needed - shared
+        # XLA has to compile gradients beside the axes that are left to it. One that shards a
+        # dimension together with a manual axis must be manual too.
+        manual -= (single - needed).difference(*groups)
         replicated = (manual - axes_in(spec_of(var)) for var in self.inputs(graph))
         sums_over_one = self.axes <= single or any(axes and axes <= single for axes in replicated)
         return _ONE_DEVICE if sums_over_one else manual
 
-    def _local_axes(self, graph: Graph, mesh: Any, manual: frozenset[str]) -> frozenset[str]:
-        """Further axes that can become manual, as nothing communicates over them.
 
-        None whose dimension another axis shards that is not manual, or shards in two orders.
-        """
-        equations = [graph.equations[index] for index in self.equations]
-        atoms = {atom for e in equations for atom in variables((*e.invars, *e.outvars))}
-        found = {
-            axis
-            for axis in mesh.explicit_axes
-            if all(is_local(equation, axis) for equation in equations)
-        }
-        found |= {axis for axis, size in mesh.shape.items() if size == 1}
-        groups = {sharing(atom, axis) for atom in atoms for axis in mesh.explicit_axes}
-        orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
-        found -= {axis for pair in orders if pair[::-1] in orders for axis in pair}
-        for _ in mesh.axis_names:
-            for group in groups:
-                if not manual.union(found).issuperset(group):
-                    found -= set(group)
-        return frozenset(found) - manual
+def _in_two_orders(groups: Iterable[tuple[str, ...]]) -> set[str]:
+    """The axes of which two shard one dimension in an order, and another in the other order."""
+    orders = {pair for group in groups for pair in itertools.combinations(group, 2)}
+    return {axis for pair in orders if pair[::-1] in orders for axis in pair}
 
 
 def commutes(graph: Graph, equation: JaxprEqn) -> CommutingOp | None:
@@ -215,13 +198,12 @@ def gradients_end_the_process(equation: JaxprEqn) -> bool:
 
     JAX sums those of an operand over the axes that do not shard it, in its own dtype.
     """
-    parameters = equation.params
-    mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
-    several = {axis for axis, size in mesh.shape.items() if size > 1}
+    mesh, manual, several = _axes_of(equation)
+    specs = zip(equation.invars, equation.params["in_specs"], strict=True)
     with jax.sharding.use_abstract_mesh(mesh):
         return not manual.issuperset(several) and any(
             ends_the_process(type_of(atom).dtype) and not axes_in(spec).issuperset(several & manual)
-            for atom, spec in zip(equation.invars, parameters["in_specs"], strict=True)
+            for atom, spec in specs
         )
 
 
@@ -231,9 +213,7 @@ def sums_cannot_be_compiled(equation: JaxprEqn) -> bool:
     XLA for CPUs ends the process at sums in 16 bits. JAX 0.12 does not lower `lax.psum_scatter`
     beside axes of type Explicit: it takes the spec of the array for that of a scalar.
     """
-    parameters = equation.params
-    mesh, manual = parameters["mesh"], parameters["newly_manual_axes"]
-    several = {axis for axis, size in mesh.shape.items() if size > 1}
+    mesh, manual, several = _axes_of(equation)
     sums = [made for made in called(equation).eqns if made.primitive.name in _SUMS]
     scatters = any(made.primitive.name == "reduce_scatter" for made in sums)
     if scatters and not manual.issuperset(mesh.explicit_axes):
@@ -242,6 +222,13 @@ def sums_cannot_be_compiled(equation: JaxprEqn) -> bool:
         return not manual.issuperset(several) and any(
             ends_the_process(type_of(made.invars[0]).dtype) for made in sums
         )
+
+
+def _axes_of(equation: JaxprEqn) -> tuple[Any, frozenset[str], set[str]]:
+    """The mesh of a `shard_map`, the axes that it makes manual, and those of several devices."""
+    mesh = equation.params["mesh"]
+    several = {axis for axis, size in mesh.shape.items() if size > 1}
+    return mesh, equation.params["newly_manual_axes"], several
 
 
 class _LocalRegion:
@@ -320,15 +307,3 @@ class _LocalRegion:
             return lax.reshape(operands[0], shape, out_sharding=self._spec(result))
         made = equation.primitive.bind(*operands, **params)
         return made[0] if equation.primitive.multiple_results else made
-
-
-def other_axes_stay(before: Atom, after: Atom, axis: str) -> bool:
-    """Whether two types of an array differ over one axis only."""
-    return _padded(without_axes(spec_of(before), {axis}), before) == _padded(
-        without_axes(spec_of(after), {axis}), after
-    )
-
-
-def _padded(spec: Any, atom: Atom) -> tuple:
-    entries = (*spec.partitions, *[None] * (type_of(atom).ndim - len(spec.partitions)))
-    return entries, spec.unreduced, spec.reduced

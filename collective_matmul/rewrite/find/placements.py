@@ -7,7 +7,7 @@ same; or `PARTIAL` if each device has a summand (an array of type "unreduced").
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -37,7 +37,7 @@ def placement(atom: Atom, axis: str) -> Placement:
         kind = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")
         return PARTIAL if kind.lower() == "sum" else OTHER
     for dimension, entry in enumerate(spec.partitions):
-        if axis in (entry if isinstance(entry, tuple) else (entry,)):
+        if axis in _names(entry):
             return dimension
     return None
 
@@ -48,20 +48,19 @@ def _is_typed(equation: JaxprEqn, axis: str) -> bool:
     return axis in result.sharding.mesh.explicit_axes
 
 
-def sharing(atom: Atom, axis: str) -> tuple[str, ...]:
-    """The axes that shard one dimension together with an axis, itself among them; or none."""
-    entries = spec_of(atom).partitions
-    return next((e for e in entries if isinstance(e, tuple) and axis in e and len(e) > 1), ())
+def axes_together(atom: Atom) -> list[tuple[str, ...]]:
+    """The axes that shard a dimension together, for each dimension that several shard."""
+    return [names for names in _names_by_dimension(atom) if len(names) > 1]
 
 
 def is_shared(atom: Atom, axis: str) -> bool:
     """Whether the dimension of an array that an axis shards is sharded over other axes as well."""
-    return bool(sharing(atom, axis))
+    return any(axis in group for group in axes_together(atom))
 
 
 def is_minor(atom: Atom, axis: str) -> bool:
     """Whether an axis divides the blocks of all axes that shard a dimension together with it."""
-    return sharing(atom, axis)[-1:] in ((), (axis,))
+    return all(group[-1] == axis for group in axes_together(atom) if axis in group)
 
 
 def misplaced_by_xla(atom: Atom) -> bool:
@@ -87,9 +86,17 @@ def local_shape(atom: Atom, axes: Set[str]) -> Shape:
 
 def _names_by_dimension(atom: Atom) -> list[tuple[str, ...]]:
     """The axes that shard each dimension of an array, in their order."""
-    entries = spec_of(atom).partitions
-    entries = (*entries, *[None] * (type_of(atom).ndim - len(entries)))
-    return [e if isinstance(e, tuple) else () if e is None else (e,) for e in entries]
+    return _by_dimension(spec_of(atom), type_of(atom).ndim)
+
+
+def _by_dimension(spec: PartitionSpec, dimensions: int) -> list[tuple[str, ...]]:
+    names = [_names(entry) for entry in spec.partitions]
+    return [*names, *[()] * (dimensions - len(names))]
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The axes that an entry of a spec names."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _stride(atom: Atom, axis: str) -> int | None:
@@ -117,14 +124,23 @@ def only_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
     return _filtered(spec, lambda axis: axis in axes)
 
 
-def _filtered(spec: PartitionSpec, keep: Any) -> PartitionSpec:
+def _filtered(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec:
     entries = []
     for entry in spec.partitions:
-        names = entry if isinstance(entry, tuple) else (entry,)
-        kept = tuple(name for name in names if name is not None and keep(name))
+        kept = tuple(filter(keep, _names(entry)))
         entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
     unreduced, reduced = (frozenset(filter(keep, s)) for s in (spec.unreduced, spec.reduced))
     return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
+
+
+def other_axes_stay(before: Atom, after: Atom, axis: str) -> bool:
+    """Whether two types of an array differ over one axis only."""
+
+    def others(atom: Atom) -> tuple:
+        spec = without_axes(spec_of(atom), {axis})
+        return _by_dimension(spec, type_of(atom).ndim), spec.unreduced, spec.reduced
+
+    return others(before) == others(after)
 
 
 def dot_placement(equation: JaxprEqn, lhs: Placement, rhs: Placement) -> Placement:
@@ -266,5 +282,5 @@ def axes_in(spec: PartitionSpec) -> frozenset[str]:
 
 def _named(spec: PartitionSpec) -> Iterator[str]:
     for entry in spec.partitions:
-        yield from (entry if isinstance(entry, tuple) else () if entry is None else (entry,))
+        yield from _names(entry)
     yield from sorted(spec.unreduced)

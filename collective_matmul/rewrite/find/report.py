@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from collective_matmul.dispatch.decision_table import Line, format_table, line_of
-from collective_matmul.dispatch.recording import Decision, record
+from collective_matmul.dispatch.recording import Decision
 from collective_matmul.dispatch.run_counts import is_numbered
 from collective_matmul.hardware import rates
 from collective_matmul.jaxprs.graph import type_of
@@ -97,9 +97,19 @@ def table(sites: Sequence[FoundSite]) -> str:
     return format_table(site.line for site in sites)
 
 
-def left_alone(equation: JaxprEqn, reason: str) -> FoundSite:
-    """The report of a collective that stays as it is."""
-    return _site(equation, 0, None, reason)
+def reported(
+    equation: JaxprEqn,
+    reason: str,
+    decision: Decision | None = None,
+    matmuls: int = 0,
+    kept: bool = False,
+) -> FoundSite:
+    """The report of a collective of the program: left alone, unless there is a decision."""
+    kind, axes = kind_of(equation), axes_of(equation)
+    assert kind is not None
+    source, shapes = source_of(equation), _shapes(equation)
+    seconds = _communication_seconds(equation)
+    return FoundSite(kind, source, shapes, matmuls, decision, reason, seconds, kept, axes)
 
 
 def left_alone_by_type(
@@ -108,31 +118,6 @@ def left_alone_by_type(
     """The report of what an equation communicates of an array by types alone, and which stays."""
     shapes = _shapes_of(type_of(array), (axis,))
     return FoundSite(kind, source_of(equation), shapes, 0, None, reason, axes=(axis,))
-
-
-def replaced_by(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSite:
-    """The report of a collective that an op replaces. Records the decision."""
-    record(decision)
-    return _site(equation, matmuls, decision, decision.reason)
-
-
-def kept(site: FoundSite, reason: str) -> FoundSite:
-    """The report of a site whose own equations stay for this reason, if an op would replace it."""
-    return replace(site, kept=True, reason=reason) if site.replaced else site
-
-
-def kept_as_it_is(equation: JaxprEqn, matmuls: int, decision: Decision) -> FoundSite:
-    """The report of a site where the op would transpose arrays for XLA's own collective."""
-    reason = f"arrays would be transposed without gain ({decision.reason})"
-    return replace(_site(equation, matmuls, decision, reason), kept=True)
-
-
-def weight_of_site(
-    equation: JaxprEqn, matmuls: int, decision: Decision, executed: bool
-) -> FoundSite:
-    """The report of a gather of a weight, which is part of a site if the op executes it too."""
-    reason = decision.reason if executed else f"gathered before the matmul ({decision.reason})"
-    return replace(_site(equation, matmuls, decision, reason), kept=not executed)
 
 
 _considered: contextvars.ContextVar[list[FoundSite] | None] = contextvars.ContextVar(
@@ -199,15 +184,6 @@ def is_named(equation: JaxprEqn) -> bool:
 def _frames(equation: JaxprEqn) -> Sequence:
     traceback = equation.source_info.traceback
     return () if traceback is None else traceback.frames
-
-
-def _site(equation: JaxprEqn, matmuls: int, decision: Decision | None, reason: str) -> FoundSite:
-    kind = kind_of(equation)
-    assert kind is not None
-    source, shapes = source_of(equation), _shapes(equation)
-    seconds = _communication_seconds(equation)
-    axes = axes_of(equation)
-    return FoundSite(kind, source, shapes, matmuls, decision, reason, seconds, axes=axes)
 
 
 def _shapes(equation: JaxprEqn) -> str:

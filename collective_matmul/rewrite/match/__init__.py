@@ -6,7 +6,8 @@ dot that only `collective_einsum` executes (`einsum_matches`), each with its gat
 (`weight_gathers`); or a reason. `site_selection` accepts those that can be replaced together
 (`PlacedMatch`).
 
-Before that, jaxprs are brought into a form that shows more of them: calls are inlined (`inlining`),
-collectives moved into checkpoints (`sinking`), and matmuls narrowed to the half precision that they
-are cast from or to (`narrowing`). Such jaxprs are trials: what adds no site does not stay.
+Before that, `normal_form` inlines calls, moves collectives into checkpoints, and folds casts into
+the half-precision matmuls that they are beside. Such jaxprs are trials: what adds no site does not
+stay. Transposes, reshapes and scalings become part of a match: what happens on a shard (`ShardOp`),
+and an exact factor.
 """

@@ -17,7 +17,7 @@ from collective_matmul.ops.matmul.equation import Equation
 from collective_matmul.rewrite.find.collective_equations import Collective
 from collective_matmul.rewrite.find.commuting import ShardOp
 from collective_matmul.rewrite.match.gathers import follow
-from collective_matmul.rewrite.match.matmuls import unsupported_dot
+from collective_matmul.rewrite.match.matmuls import Matmul, unsupported_dot
 from collective_matmul.rewrite.match.sums import back_to_dot
 
 
@@ -29,7 +29,7 @@ class EinsumMatch:
       index: index of the collective's equation.
       collective: the collective.
       einsum: what the dot computes.
-      operands: the dot's operands in the einsum's order. The first is the gathered one, if any is.
+      inputs: the dot's operands in the einsum's order. The first is the shard, if one is gathered.
       shape: the second operand's shape in the einsum, which may be a reshape of the array.
       product: the variable that the dot makes.
       result: the variable that the site makes.
@@ -41,13 +41,15 @@ class EinsumMatch:
     index: int
     collective: Collective
     einsum: Equation
-    operands: tuple[Atom, Atom]
+    inputs: tuple[Atom, Atom]
     shape: Shape
     product: Var
     result: Var
     factor: float
     shard_ops: tuple[ShardOp, ...]
     consumed: frozenset[int]
+    #: No matmuls of the ops.
+    terms: tuple[Matmul, ...] = ()
 
     @property
     def products(self) -> list[Var]:
@@ -91,7 +93,7 @@ def _match_gather(graph: Graph, index: int, collective: Collective) -> EinsumMat
         index,
         collective,
         Equation(labels[side], labels[1 - side], labels[2], labels[side][view.dimension]),
-        (root, equation.invars[1 - side]),
+        (graph.equations[index].invars[0], equation.invars[1 - side]),
         shapes[1 - side],
         equation.outvars[0],
         equation.outvars[0],

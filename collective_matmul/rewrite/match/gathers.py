@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Var
 
-from collective_matmul.jaxprs.graph import Graph, Shape, type_of
+from collective_matmul.jaxprs.graph import Atom, Graph, Shape, type_of
 from collective_matmul.rewrite.find.collective_equations import Collective
 from collective_matmul.rewrite.find.commuting import (
     CommutingOp,
     ShardOp,
     commuting_op,
     divided,
+    reshaping,
     scaling,
 )
 from collective_matmul.rewrite.find.report import described
@@ -51,11 +52,11 @@ class GatheredView:
     dimension: int
     shape: Shape
 
-    def after(self, graph: Graph, op: CommutingOp, devices: int) -> GatheredView | str:
+    def after(self, op: CommutingOp, devices: int) -> GatheredView | str:
         """The view of the result of applying `op` to this variable; or why there is none."""
-        dimension = op.dimension_after(self.dimension, devices) if self.shape == self.base else None
+        dimension = op.dimension(self.dimension, devices) if self.shape == self.base else None
         if dimension is not None:
-            shard_op = op.on_shard(graph, dimension, devices)
+            shard_op = op.on_shard(dimension, devices)
             return GatheredView(
                 (*self.shard_ops, shard_op), op.shape_after, dimension, op.shape_after
             )
@@ -64,7 +65,7 @@ class GatheredView:
         name = op.equation.primitive.name
         if self.shape == self.base or name in ("transpose", "sharding_constraint"):
             return f"{described(op.equation)} mixes the gathered dimension with others"
-        shard_op = op.on_shard(graph, None, devices)
+        shard_op = op.on_shard(None, devices)
         return replace(self, shard_ops=(*self.shard_ops, shard_op))
 
 
@@ -99,6 +100,7 @@ class GatherMatch:
     Attributes:
       index: index of the gather's equation.
       collective: the gather.
+      shard: the array that the program gathers, [..., m, ...] per device.
       root: the gathered array after the equations of `chain`.
       view: view of the root.
       dots: dots that multiply chunks as they arrive. Their x are one array.
@@ -111,6 +113,7 @@ class GatherMatch:
 
     index: int
     collective: Collective
+    shard: Atom
     root: Var
     view: GatheredView
     dots: list[GatheredDot]
@@ -126,9 +129,19 @@ class GatherMatch:
         return [dot.result for dot in (*self.dots, *self.wgrads)]
 
     @property
+    def terms(self) -> list[Matmul]:
+        """The matmuls that multiply chunks as they arrive."""
+        return [dot.matmul for dot in self.dots]
+
+    @property
     def matmuls(self) -> int:
-        """The number of matmuls that multiply chunks as they arrive."""
+        """The number of `terms`."""
         return len(self.dots)
+
+    @property
+    def inputs(self) -> tuple[Atom, ...]:
+        """The arrays that its replacement reads, without the weights."""
+        return (self.shard,)
 
 
 def match_gather(
@@ -163,6 +176,7 @@ def match_gather(
     return GatherMatch(
         index,
         collective,
+        graph.equations[index].invars[0],
         root,
         view,
         dots=[dot for dot in alike if not dot.contracts_rows],
@@ -182,8 +196,7 @@ def view_of(graph: Graph, index: int, collective: Collective) -> GatheredView:
     assert dimension is not None
     shape, shard_ops = tuple(type_of(var).shape), ()
     if not collective.tiled:
-        local = divided(shape, dimension, collective.devices)
-        shard_ops = (ShardOp("reshape", local, lambda array: lax.reshape(array, local)),)
+        shard_ops = (reshaping(divided(shape, dimension, collective.devices)),)
     return GatheredView(shard_ops, shape, dimension, shape)
 
 
@@ -204,7 +217,7 @@ def follow(
         op = commuting_op(graph, graph.equations[user])
         if op is None or op.operand is not var:
             break
-        after = widens(op) or view.after(graph, op, collective.devices)
+        after = widens(op) or view.after(op, collective.devices)
         if isinstance(after, str):
             return (*chain,), after
         chain.append(user)
@@ -243,11 +256,11 @@ def dots_of(
             border = _BORDERS.get(equation.primitive.name, "")
             yield f"{described(equation)}{border} uses the gathered array"
             continue
-        exact, dtype = op.exact_factor(graph), type_of(equation.outvars[0]).dtype
+        exact, dtype = op.exact_factor, type_of(equation.outvars[0]).dtype
         before, scale = view, factor * (exact or 1.0)
         if abs(scale) != 1 and dtype == jnp.float16:  # It has few numbers near zero.
             before, scale = replace(view, shard_ops=(*view.shard_ops, scaling(scale))), 1.0
-        after = before if exact else widens(op) or before.after(graph, op, devices)
+        after = before if exact else widens(op) or before.after(op, devices)
         if isinstance(after, str):
             yield after
         else:
@@ -264,9 +277,7 @@ def _gathered_dot(
         return "the gathered array is multiplied by itself"
     matmul = matmul_of(equation, 0 if equation.invars[0] is var else 1)
     if isinstance(matmul, str):
-        return f"{matmul} ({described(equation)})"
-    if not matmul.w_free:
-        return f"its matmul is a matrix times a vector ({described(equation)})"
+        return matmul
     rows_last = tuple(range(len(view.shape)))
     if matmul.contracted + matmul.free == rows_last and matmul.free:
         depth = math.prod(matmul.free_shape)
@@ -298,13 +309,11 @@ def _oriented(view: GatheredView, matmul: Matmul) -> GatheredView | str:
 
 def _as_rows(view: GatheredView, depth: int) -> GatheredView | None:
     """The view with its last dimensions merged into one of size `depth`; None if it cannot be."""
-    for i in range(view.dimension + 1, len(view.base) + 1):
-        if math.prod(view.base[i:]) == depth:
-            return _merged(view, i, depth)
-    return None
-
-
-def _merged(view: GatheredView, first: int, depth: int) -> GatheredView:
+    for first in range(view.dimension + 1, len(view.base) + 1):
+        if math.prod(view.base[first:]) == depth:
+            break
+    else:
+        return None
     base = (*view.base[:first], depth)
     if base == view.base:
         return replace(view, shape=base)

@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from collective_matmul.jaxprs.graph import Atom, Shape, type_of
 from collective_matmul.ops.matmul.checks import DTYPES
+from collective_matmul.rewrite.find.report import described
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,11 @@ class Matmul:
         return self.w_free + self.w_contracted == tuple(range(self.w.aval.ndim))
 
     @property
-    def needs_transpose(self) -> bool:
-        """Whether the ops need w or the result transposed."""
+    def transposes(self) -> bool:
+        """Whether the ops need x, w or the result transposed."""
+        x_is_plain = self.free + self.contracted == tuple(range(self.x.aval.ndim))
         w_is_plain = self.w_contracted + self.w_free == tuple(range(self.w.aval.ndim))
-        return self.x_side == 1 or not (w_is_plain or self.w_is_transposed)
+        return self.x_side == 1 or not (x_is_plain and (w_is_plain or self.w_is_transposed))
 
     def weight(self, w: jax.Array, transposed: bool) -> jax.Array:
         """W, or a block of it, as a matrix [K, N], or [N, K] if `transposed`."""
@@ -140,12 +142,19 @@ class Matmul:
         return _transpose(y, (*range(rows, y.ndim), *range(rows)))
 
 
-def matmul_of(equation: JaxprEqn, x_side: int) -> Matmul | str:
-    """The dot as a matmul of the ops, or why it is not one."""
-    _, batch = equation.params["dimension_numbers"]
-    if any(batch):
-        return "its matmul has batch dimensions"
-    return unsupported_dot(equation) or Matmul(equation, x_side)
+def matmul_of(equation: JaxprEqn, x_side: int, *, rows_needed: bool = False) -> Matmul | str:
+    """The dot as a matmul of the ops, or why it is not one.
+
+    Args:
+      equation: the dot.
+      x_side: which operand is x.
+      rows_needed: whether x must have another dimension than those that are contracted.
+    """
+    matmul, (_, batch) = Matmul(equation, x_side), equation.params["dimension_numbers"]
+    reason = "its matmul has batch dimensions" if any(batch) else unsupported_dot(equation)
+    if reason is None and not (matmul.w_free and (matmul.free or not rows_needed)):
+        reason = "its matmul is a matrix times a vector"
+    return matmul if reason is None else f"{reason} ({described(equation)})"
 
 
 def unsupported_dot(equation: JaxprEqn) -> str | None:

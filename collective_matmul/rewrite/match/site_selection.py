@@ -1,31 +1,83 @@
-"""Selects the sites of one jaxpr to replace, so that values are still made before their uses."""
+"""Selects the sites of one jaxpr to replace, so that values are still made before their uses.
+
+The weight gradients of one gathered array are grouped into kernel launches, and scheduled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
-from collective_matmul.jaxprs.bodies import jaxprs_of
+from collective_matmul.jaxprs.bodies import executes_jaxprs, jaxprs_of
 from collective_matmul.jaxprs.dependencies import Dependencies, EquationGroup
 from collective_matmul.jaxprs.graph import Atom, Graph, is_pure, variables
 from collective_matmul.jaxprs.walks import all_equations
-from collective_matmul.rewrite.find.commuting import has_no_gradient
+from collective_matmul.rewrite.find.collective_equations import collective_of, kind_of
+from collective_matmul.rewrite.find.commuting import commuting_op, has_no_gradient
 from collective_matmul.rewrite.find.report import is_ours
-from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
-from collective_matmul.rewrite.match.gathers import GatheredDot, GatherMatch
-from collective_matmul.rewrite.match.grouped_wgrad import (
-    GroupedWgrad,
-    group_immediate,
-    group_wgrads,
-)
-from collective_matmul.rewrite.match.sums import SumMatch
+from collective_matmul.rewrite.match.einsum_matches import EinsumMatch, match_einsum
+from collective_matmul.rewrite.match.gathers import GatheredDot, GatherMatch, match_gather
+from collective_matmul.rewrite.match.sums import SumMatch, match_sum
 from collective_matmul.rewrite.match.weight_gathers import GatheredWeight
 
 Match = GatherMatch | SumMatch | EinsumMatch
 
+
+def match_at(
+    graph: Graph, index: int, axis_sizes: Mapping[str, int], taken: Set[int] = frozenset()
+) -> Match | str:
+    """The match of the collective of equation `index`, or why there is none.
+
+    Args:
+      graph: dataflow of the jaxpr.
+      index: index of an equation with a `kind_of`.
+      axis_sizes: the manual axes around the jaxpr, with their sizes.
+      taken: indices of the matmuls that it cannot have.
+    """
+    collective = collective_of(graph.equations[index], axis_sizes)
+    if isinstance(collective, str):
+        return collective
+    if collective.kind == "all_gather":
+        found = match_gather(graph, index, collective, taken)
+    else:
+        found = match_sum(graph, index, collective)
+    if isinstance(found, str):
+        return match_einsum(graph, index, collective) or found
+    return found
+
+
 _CYCLE = "the other operand of its matmul is computed from the gathered array"
+
+
+@dataclass(frozen=True)
+class GroupedWgrad:
+    """Dots that contract the rows of one gathered array [*rows, K] with others [*rows, N].
+
+    They are executed in one launch.
+
+    Attributes:
+      dots: the dots, the last in the program first: gradients are made in the reverse order of
+        their weights. Exactly one unless `gathered_first`.
+      gathered_first: whether the products are computed as [K, N], not [N, K].
+      tied_sum: index of a sum over devices, or None. Neither its result nor the products are used
+        before both are ready.
+    """
+
+    dots: tuple[GatheredDot, ...]
+    gathered_first: bool
+    tied_sum: int | None = None
+
+    @property
+    def position(self) -> int:
+        """The index of the equation before which the launch is inserted."""
+        return self.dots[0].index
+
+    @property
+    def ready_position(self) -> int:
+        """The index of the equation before which the products are ready."""
+        return self.position if self.tied_sum is None else self.tied_sum + 1
 
 
 @dataclass(frozen=True)
@@ -89,13 +141,11 @@ class SiteSelection:
             return self._place_gather(match)
         if not self._consumed.isdisjoint(match.consumed):
             return "its matmul belongs to another site"
-        group = EquationGroup(match.consumed, self._inputs(match))
+        group = EquationGroup(match.consumed, match.inputs)
         if not self._dependencies.allows(group):
             return "its operands are computed by another site that needs its result"
-        terms = match.terms if isinstance(match, SumMatch) else ()
-        frozen = bool(terms) and all(has_no_gradient(self.graph, term.w) for term in terms)
         position = max(match.consumed)
-        return PlacedMatch(match, match.consumed, position, (group,), frozen=frozen)
+        return PlacedMatch(match, match.consumed, position, (group,), frozen=self._frozen(match))
 
     def _place_gather(self, match: GatherMatch) -> PlacedMatch | str:
         """Places a gather before the first use of its array.
@@ -107,7 +157,7 @@ class SiteSelection:
             return "its matmul belongs to another site"
         position = min(self.graph.users(match.root))
         early = [dot for dot in free if self._makers_after(dot.matmul.w, position) is not None]
-        alone = EquationGroup(frozenset(match.chain), self._inputs(match))
+        alone = EquationGroup(frozenset(match.chain), match.inputs)
         gather = self._joined(alone, early)
         dots = [dot for dot in early if dot.index in gather.equations]
         if not dots:
@@ -118,8 +168,9 @@ class SiteSelection:
         immediate = [dot for dot in ready if dot.index in gather.equations]
         later = [dot for dot in wgrads if dot not in immediate]
         inputs = variables([*gather.inputs, *(dot.matmul.w for dot in later)])
-        consumed = consumed_by(self.graph, match.between, [*dots, *wgrads], inputs)
-        consumed = consumed.union(match.chain)
+        multiplied = {dot.index for dot in (*dots, *wgrads)}
+        unneeded = self.graph.unneeded(match.between, multiplied, inputs)
+        consumed = frozenset(multiplied).union(unneeded, match.chain)
         root, users = match.root, self.graph.users(match.root)
         used = root in inputs or root in self.graph.results
         needs_root = used or not consumed.issuperset(users)
@@ -127,25 +178,20 @@ class SiteSelection:
             return "the gathered array is also used elsewhere, in another dtype or layout"
         fixed = self._consumed | consumed
         launches = self._launches(gather, group_wgrads(self.graph, later, fixed), root)
+        match = replace(match, dots=dots, wgrads=wgrads, needs_root=needs_root)
         return PlacedMatch(
-            replace(match, dots=dots, wgrads=wgrads, needs_root=needs_root),
+            match,
             consumed,
             position,
             (gather, *launches.values()),
             tuple(group_immediate(self.graph, immediate)),
             tuple(launches),
-            frozen=all(has_no_gradient(self.graph, dot.matmul.w) for dot in dots),
+            frozen=self._frozen(match),
         )
 
-    def _inputs(self, match: Match) -> tuple[Atom, ...]:
-        """What the replacement of a match reads; of a gather, without its weights."""
-        if isinstance(match, SumMatch):
-            return tuple(atom for term in match.terms for atom in (term.x, term.w))
-        if match.collective.kind == "all_gather":
-            (shard,) = self.graph.equations[match.index].invars
-            return (shard,) if isinstance(match, GatherMatch) else (shard, match.operands[1])
-        assert isinstance(match, EinsumMatch)
-        return match.operands
+    def _frozen(self, match: Match) -> bool:
+        """Whether none of the weights of a match has a gradient."""
+        return bool(match.terms) and all(has_no_gradient(self.graph, m.w) for m in match.terms)
 
     def _is_free(self, dot: GatheredDot) -> bool:
         return dot.index not in self._consumed
@@ -204,24 +250,108 @@ def _with_dots(group: EquationGroup, dots: Sequence[GatheredDot]) -> EquationGro
     return EquationGroup(equations, (*group.inputs, *(dot.matmul.w for dot in dots)))
 
 
-def consumed_by(
-    graph: Graph,
-    between: Sequence[int],
-    dots: Sequence[GatheredDot],
-    needed: Collection[Var],
-) -> frozenset[int]:
-    """Indices of the dots, and of equations between the root and them that have no other use.
+def group_wgrads(
+    graph: Graph, dots: Sequence[GatheredDot], fixed: Collection[int]
+) -> list[GroupedWgrad]:
+    """Groups the dots. Each is executed as early as possible, or later if that joins two groups.
 
     Args:
       graph: dataflow of the jaxpr.
-      between: indices of the equations between the root and the dots, each after its producers.
-      dots: the dots.
-      needed: variables that the replacement reads.
+      dots: dots that contract the rows of one array.
+      fixed: indices of the equations that must not be deferred.
     """
+    later_wgrads: list[GroupedWgrad] = []
+    for dot in sorted(dots, key=lambda dot: dot.index):
+        group = GroupedWgrad((dot,), _gathered_first(graph, dot))
+        if later_wgrads and later_wgrads[-1].gathered_first and group.gathered_first:
+            joined = _joined(graph, later_wgrads[-1], dot, fixed)
+            if joined is not None:
+                later_wgrads[-1] = joined
+                continue
+        later_wgrads.append(group)
+    return later_wgrads
+
+
+def group_immediate(graph: Graph, dots: Sequence[GatheredDot]) -> list[GroupedWgrad]:
+    """Groups dots whose other operands are all available at once."""
+    firsts = tuple(dot for dot in reversed(dots) if _gathered_first(graph, dot))
+    others = [GroupedWgrad((dot,), False) for dot in dots if dot not in firsts]
+    return [GroupedWgrad(firsts, True), *others] if firsts else others
+
+
+def tie_to_sum(graph: Graph, group: GroupedWgrad) -> GroupedWgrad:
+    """Ties the group to the sum over devices of products of the same operands, if there is one.
+
+    These are the gradients of one gather's matmuls, and the ops tie them for the same reason:
+    nothing waits for weight gradients, so XLA would defer them and keep their operands in memory
+    until then.
+    """
+    for index in graph.users(group.dots[0].matmul.w):
+        summed = _sum_of(graph, index)
+        if summed is None or summed < group.position:
+            continue
+        if _can_wait_for(graph, group.dots, summed, ()):
+            return replace(group, tied_sum=summed)
+    return group
+
+
+def _sum_of(graph: Graph, index: int) -> int | None:
+    """The index of the sum over devices that is the only use of a dot; None if there is none."""
+    equation = graph.equations[index]
+    if equation.primitive.name != "dot_general":
+        return None
+    while (user := graph.only_user(equation.outvars[0])) is not None:
+        equation = graph.equations[user]
+        if kind_of(equation) == "reduce_scatter":
+            return user
+        added = equation.primitive.name in ("add", "add_any")
+        if not added and commuting_op(graph, equation) is None:
+            return None
+    return None
+
+
+def _joined(
+    graph: Graph, group: GroupedWgrad, dot: GatheredDot, fixed: Collection[int]
+) -> GroupedWgrad | None:
+    """The group with one more dot; None if users of its products cannot wait for that dot."""
+    if not _can_wait_for(graph, group.dots, dot.index, fixed):
+        return None
+    return GroupedWgrad((dot, *group.dots), True)
+
+
+def _can_wait_for(
+    graph: Graph, dots: Sequence[GatheredDot], last: int, fixed: Collection[int]
+) -> bool:
+    """Whether the equations before `last` that use the products can wait until after it."""
+    made = {dot.result for dot in dots}
     consumed = {dot.index for dot in dots}
-    for index in reversed(between):
-        (var,) = graph.equations[index].outvars
-        used = var in graph.results or var in needed
-        if not used and consumed.issuperset(graph.users(var)):
-            consumed.add(index)
-    return frozenset(consumed)
+    for index in range(dots[-1].index + 1, last + 1):
+        equation = graph.equations[index]
+        if index in consumed or made.isdisjoint(variables(equation.invars)):
+            continue
+        if index == last or index in fixed or not _can_wait(graph, index):
+            return False
+        made.update(equation.outvars)
+    return True
+
+
+def _can_wait(graph: Graph, index: int) -> bool:
+    """Whether the equation is cheap and not part of a site."""
+    equation = graph.equations[index]
+    if equation.primitive.name == "dot_general" or kind_of(equation) is not None:
+        return False
+    return is_pure(equation) and not executes_jaxprs(equation)
+
+
+def _gathered_first(graph: Graph, dot: GatheredDot) -> bool:
+    """Whether the result, once transposed, has the gathered array's columns first.
+
+    A transpose after the dot in the program then cancels with the transpose of the product.
+    """
+    matmul, first = dot.matmul, 0
+    user = graph.only_user(dot.result)
+    if user is not None and graph.equations[user].primitive.name == "transpose":
+        first = graph.equations[user].params["permutation"][0]
+    if matmul.x_side == 0:
+        return first < len(matmul.free)
+    return first >= len(matmul.w_free)

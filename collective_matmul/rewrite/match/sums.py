@@ -16,6 +16,7 @@ from collective_matmul.rewrite.find.commuting import (
     ShardOp,
     commuting_op,
     divided,
+    reshaping,
     same_blocks,
 )
 from collective_matmul.rewrite.find.report import described
@@ -57,6 +58,7 @@ class SumMatch:
         dimension.
       path: the way back to the dots, the same for each, but for its factor.
       factors: the products are multiplied by these before they are added up, which is exact.
+      result: the variable that the site makes.
       consumed: indices of the equations that the site replaces.
     """
 
@@ -65,7 +67,13 @@ class SumMatch:
     terms: tuple[Matmul, ...]
     path: SumPath
     factors: tuple[float, ...]
+    result: Var
     consumed: frozenset[int]
+
+    @property
+    def inputs(self) -> tuple[Atom, ...]:
+        """The arrays that its replacement reads."""
+        return tuple(atom for term in self.terms for atom in (term.x, term.w))
 
     @property
     def products(self) -> list[Var]:
@@ -80,13 +88,9 @@ class SumMatch:
     @property
     def rows(self) -> Shape:
         """The shape of the op's x without its contracted dimension."""
-        free = self.terms[0].free_shape
-        if self.path.shape is None:
-            return free
-        for i in range(len(self.path.shape) + 1):
-            if math.prod(self.path.shape[:i]) == math.prod(free) and i > (self.path.dimension or 0):
-                return self.path.shape[:i]
-        raise AssertionError("the path was checked")
+        rows = _rows(self.terms[0], self.path)
+        assert rows is not None, "the path was checked"
+        return rows
 
     @property
     def dimension(self) -> int | None:
@@ -112,7 +116,8 @@ def match_sum(graph: Graph, index: int, collective: Collective) -> SumMatch | st
         return "the matmuls added up have different layouts"
     consumed = frozenset().union(*(path.consumed for path in paths))
     factors = tuple(path.factor / first.factor for path in paths)
-    return SumMatch(index, collective, terms, first, factors, consumed)
+    (result,) = graph.equations[index].outvars
+    return SumMatch(index, collective, terms, first, factors, result, consumed)
 
 
 def back_to_dot(graph: Graph, index: int, collective: Collective) -> tuple[JaxprEqn, SumPath] | str:
@@ -199,7 +204,7 @@ def _summands(equation: JaxprEqn, path: SumPath) -> list[tuple[Atom, SumPath]]:
 
 
 def _other_use(graph: Graph, atom: Atom, path: SumPath) -> str:
-    """What else uses the operand of the sum, which an op would not compute."""
+    """Names other uses of the operand of the sum, which an op would not compute."""
     others = [graph.equations[user] for user in graph.users(atom) if user not in path.consumed]
     others_named = " and ".join(map(described, others)) or "the result of the function around it"
     return f"the summed array is also used elsewhere, by {others_named}"
@@ -219,7 +224,7 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
         if before.itemsize > path.dtype.itemsize:
             return f"its result is rounded from {before} to {path.dtype} before the sum"
         return f"multiplied in {before} and summed in {path.dtype}"
-    factor = op.exact_factor(graph)
+    factor = op.exact_factor
     if factor is not None:
         return op.operand, replace(path, factor=path.factor * factor)
     if name in ("mul", "div") and path.dtype == jnp.float16:
@@ -230,10 +235,10 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
         return f"{described(equation)} and a reshape mix the scattered dimension with others"
     before = path.dimension
     if before is not None and path.shape is None:
-        before = op.dimension_before(before, devices)
+        before = op.dimension(before, devices, before=True)
         if before is None:
             return f"{described(equation)} mixes the scattered dimension with others"
-    shard_op = op.on_shard(graph, path.dimension, devices)
+    shard_op = op.on_shard(path.dimension, devices)
     return op.operand, replace(path, shard_ops=(*path.shard_ops, shard_op), dimension=before)
 
 
@@ -247,8 +252,7 @@ def _before_reshape(path: SumPath, op: CommutingOp, devices: int) -> SumPath:
     before = same_blocks(shape, path.dimension, op.shape_before, devices)
     if before is None:
         return replace(path, shape=shape)
-    local = divided(shape, path.dimension, devices)
-    shard_op = ShardOp("reshape", local, lambda array: lax.reshape(array, local))
+    shard_op = reshaping(divided(shape, path.dimension, devices))
     return replace(path, shard_ops=(*path.shard_ops, shard_op), dimension=before, shape=None)
 
 
@@ -257,12 +261,8 @@ def _term(equation: JaxprEqn, path: SumPath) -> Matmul | str:
     in_lhs = path.shape is not None or path.dimension is None or path.dimension < lhs
     if rounds := _rounds(equation, path):
         return rounds
-    matmul = matmul_of(equation, 0 if in_lhs else 1)
-    if isinstance(matmul, str):
-        return f"{matmul} ({described(equation)})"
-    if not matmul.w_free or not matmul.free:
-        return f"its matmul is a matrix times a vector ({described(equation)})"
-    if path.shape is not None and not _splits(matmul, path):
+    matmul = matmul_of(equation, 0 if in_lhs else 1, rows_needed=True)
+    if not isinstance(matmul, str) and _rows(matmul, path) is None:
         return "a reshape mixes the scattered dimension with others"
     return matmul
 
@@ -275,13 +275,15 @@ def _rounds(equation: JaxprEqn, path: SumPath) -> str | None:
     return f"multiplied in {operand} and summed in {path.dtype}"
 
 
-def _splits(matmul: Matmul, path: SumPath) -> bool:
-    """Whether the reshaped product starts with x's rows, the scattered dimension among them."""
-    assert path.shape is not None and path.dimension is not None
-    rows = math.prod(matmul.free_shape)
-    return any(
-        math.prod(path.shape[:i]) == rows for i in range(path.dimension + 1, len(path.shape) + 1)
-    )
+def _rows(matmul: Matmul, path: SumPath) -> Shape | None:
+    """The leading dimensions of the reshaped product that x's rows are, if they are dimensions.
+
+    And if the scattered dimension is among them.
+    """
+    if path.shape is None:
+        return matmul.free_shape
+    heads = (path.shape[:i] for i in range((path.dimension or 0) + 1, len(path.shape) + 1))
+    return next((head for head in heads if math.prod(head) == math.prod(matmul.free_shape)), None)
 
 
 def _dropped(collective: Collective) -> ShardOp:

@@ -5,16 +5,14 @@ The ops gather such weights in the loop in which they multiply them; see `weight
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
-
-from jax.extend.core import Var
 
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.rewrite.find.collective_equations import collective_of, kind_of
-from collective_matmul.rewrite.find.commuting import ShardOp, commuting_op
+from collective_matmul.rewrite.find.commuting import CommutingOp, ShardOp, back_through
 from collective_matmul.rewrite.find.report import is_ours
 from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.match.gathers import GatherMatch, view_of, widens
@@ -40,13 +38,12 @@ class GatheredWeight:
 
 
 def weights_of(
-    graph: Graph, match: GatherMatch | SumMatch | EinsumMatch, axis_sizes: dict[str, int]
+    graph: Graph, match: GatherMatch | SumMatch | EinsumMatch, axis_sizes: Mapping[str, int]
 ) -> tuple[GatheredWeight, ...]:
     """The gathers of the weights of a match, if its op can execute all of them; else none."""
-    if isinstance(match, EinsumMatch) or match.collective.kind == "psum":
+    if match.collective.kind == "psum":
         return ()  # Nothing of an all-reduce is divided into chunks, under which a gather can hide.
-    matmuls = match.terms if isinstance(match, SumMatch) else [dot.matmul for dot in match.dots]
-    found = [_weight_gather(graph, matmul, axis_sizes) for matmul in matmuls]
+    found = [_weight_gather(graph, matmul, axis_sizes) for matmul in match.terms]
     weights = tuple(weight for weight in found if weight is not None)
     shardings = {weight.sharding for weight in weights}
     alike = len(weights) == len(found) and len(shardings) == 1
@@ -55,42 +52,37 @@ def weights_of(
         return ()
     # What is gathered may be multiplied by itself. Then it is needed whole.
     gathered = [graph.equations[index].outvars[0] for each in weights for index in each.chain]
-    return () if any(matmul.x is var for matmul in matmuls for var in gathered) else weights
+    return () if any(matmul.x is var for matmul in match.terms for var in gathered) else weights
 
 
 def _weight_gather(
-    graph: Graph, matmul: Matmul, axis_sizes: dict[str, int]
+    graph: Graph, matmul: Matmul, axis_sizes: Mapping[str, int]
 ) -> GatheredWeight | None:
     """The gather of a matmul's w, if each device has a block of its rows or of its columns."""
-    atom, ops, chain = matmul.w, [], []
-    while (index := graph.producer(atom)) is not None:
-        equation = graph.equations[index]
-        chain.append(index)
-        if kind_of(equation) == "all_gather" and not is_ours(equation):
-            break
-        op = commuting_op(graph, equation)
-        if op is None or widens(op):
+    ops: list[CommutingOp] = []
+    chain: list[int] = []
+    for index, op in back_through(graph, matmul.w):
+        chain.insert(0, index)
+        if op is not None and widens(op):
             return None
-        atom = op.operand
-        if equation.primitive.name != "pvary":  # The replacement types its operands.
-            ops = [op, *ops]
-    if index is None:
+        if op is not None and op.equation.primitive.name != "pvary":
+            ops.insert(0, op)  # The replacement types its operands.
+    gather = graph.equations[chain[0]] if chain else None
+    if gather is None or kind_of(gather) != "all_gather" or is_ours(gather):
         return None
-    collective = collective_of(graph.equations[index], axis_sizes)
+    collective = collective_of(gather, axis_sizes)
     if isinstance(collective, str):
         return None
-    view = view_of(graph, index, collective)
+    view = view_of(graph, chain[0], collective)
     for op in ops:
-        view = view.after(graph, op, collective.devices)
+        view = view.after(op, collective.devices)
         if isinstance(view, str) or view.shape != view.base:
             return None
     dimension = _matrix_dimension(matmul, view.dimension)
     if dimension is None:
         return None
     sharding = WeightShards(collective.axis_name, collective.devices, dimension)
-    return GatheredWeight(
-        tuple(reversed(chain)), graph.equations[index].invars[0], view.shard_ops, sharding
-    )
+    return GatheredWeight(tuple(chain), gather.invars[0], view.shard_ops, sharding)
 
 
 def _matrix_dimension(matmul: Matmul, dimension: int) -> Literal[0, 1] | None:
@@ -100,24 +92,3 @@ def _matrix_dimension(matmul: Matmul, dimension: int) -> Literal[0, 1] | None:
         if dimension in group and all(shape[i] == 1 for i in group[: group.index(dimension)]):
             return 0 if side == 0 else 1
     return None
-
-
-def unused_after(
-    graph: Graph, weights: Iterable[GatheredWeight], consumed: Set[int], read: Set[Var]
-) -> set[int]:
-    """The equations of gathers of weights that nothing needs once others are consumed.
-
-    Args:
-      graph: the program.
-      weights: the gathers.
-      consumed: indices of the equations that sites replace.
-      read: variables that the replacements read.
-    """
-    unused: set[int] = set()
-    for index in sorted({index for weight in weights for index in weight.chain}, reverse=True):
-        (var,) = graph.equations[index].outvars
-        if var in graph.results or var in read:
-            continue
-        if unused.union(consumed).issuperset(graph.users(var)):
-            unused.add(index)
-    return unused

@@ -1,4 +1,4 @@
-"""What programs compute from an array that a ring gathered, whole or in chunks.
+"""Results that programs compute from an array that a ring gathered, whole or in chunks.
 
 Differentiable, for programs that contain gradients and are differentiated again. Call these inside
 `jax.shard_map`.

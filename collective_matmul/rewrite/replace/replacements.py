@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
 from collective_matmul._compat import vary_over
 from collective_matmul.jaxprs.graph import Atom, type_of
@@ -32,9 +32,8 @@ from collective_matmul.ops.matmul.gradients import (
 from collective_matmul.rewrite.find.commuting import ShardOp, divided, scale
 from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.match.gathers import GatherMatch
-from collective_matmul.rewrite.match.grouped_wgrad import GroupedWgrad
 from collective_matmul.rewrite.match.matmuls import Matmul
-from collective_matmul.rewrite.match.site_selection import PlacedMatch
+from collective_matmul.rewrite.match.site_selection import GroupedWgrad, PlacedMatch
 from collective_matmul.rewrite.match.sums import SumMatch
 from collective_matmul.rewrite.replace.gathered_uses import weight_gradients, whole_array
 
@@ -74,25 +73,14 @@ class Replacement:
     fun: Callable[..., tuple]
 
 
-def gather_replacements(
-    placed: PlacedMatch,
-    shard: Atom,
-    call: Call,
-    stored: Format,
+def _gather_replacements(
+    placed: PlacedMatch, match: GatherMatch, call: Call, stored: Format
 ) -> list[Replacement]:
     """The gather with its matmuls, its later weight gradients, and the whole array if needed.
 
     Like the backwards of the ops, products are not used before the weight gradients that are
     computed with the gather are ready.
-
-    Args:
-      placed: the site, a `GatherMatch`.
-      shard: the array that the program gathers, [..., m, ...] per device.
-      call: parameters of the op, without those that depend on the match.
-      stored: the format of the operands.
     """
-    match = placed.match
-    assert isinstance(match, GatherMatch)
     dots = match.dots
     view = dots[0].view
     keep = bool(placed.later_wgrads) or match.needs_root
@@ -106,7 +94,7 @@ def gather_replacements(
 
     def all_gather_matmul(shard: jax.Array, *operands: jax.Array) -> tuple:
         ws, others = operands[: len(dots)], iter(operands[len(dots) :])
-        weights = _weights(placed, [dot.matmul for dot in dots], ws, call, stored)
+        weights = _weights(placed, ws, call, stored)
         x, weights = _varying(placed, call, (apply_shard_ops(view.shard_ops, shard), weights))
         if placed.frozen and not keeps and not placed.weights:
             ys, gathered = gather_matmul_frozen(x, (), weights, call)
@@ -123,8 +111,7 @@ def gather_replacements(
             results += _results(group, made)
         return (*results, *[gathered] * keep)
 
-    ws = _stored_weights(placed, [dot.matmul for dot in dots])
-    inputs = [shard, *ws, *(dot.matmul.w for dot in wgrads)]
+    inputs = [match.shard, *_stored_weights(placed), *(dot.matmul.w for dot in wgrads)]
     outputs = [*(dot.result for dot in (*dots, *wgrads)), *[residual] * keep]
     replacements = [Replacement(None, inputs, outputs, all_gather_matmul)]
     replacements += wgrad_replacements(placed.later_wgrads, residual, {})
@@ -143,23 +130,19 @@ def _root_replacement(match: GatherMatch, residual: ResidualRef, dimension: int)
     return Replacement(None, [residual], [match.root], whole)
 
 
-def _stored_weights(placed: PlacedMatch, matmuls: Sequence[Matmul]) -> list[Atom]:
-    """What the program stores of the weights of matmuls: shards, if the op gathers these."""
-    return [weight.shard for weight in placed.weights] or [matmul.w for matmul in matmuls]
+def _stored_weights(placed: PlacedMatch) -> list[Atom]:
+    """The weights of a site as the program stores them: shards, if the op gathers these."""
+    return [weight.shard for weight in placed.weights] or [m.w for m in placed.match.terms]
 
 
 def _weights(
-    placed: PlacedMatch,
-    matmuls: Sequence[Matmul],
-    ws: Sequence[jax.Array],
-    call: Call,
-    stored: Format,
+    placed: PlacedMatch, ws: Sequence[jax.Array], call: Call, stored: Format
 ) -> tuple[Any, ...]:
     """The `_stored_weights` as operands [K, N] in a format, or as arrays [N, K] if transposed."""
     if placed.weights:
         pairs = zip(placed.weights, ws, strict=True)
         ws = [apply_shard_ops(weight.shard_ops, shard) for weight, shard in pairs]
-    weights = [m.weight(w, call.transpose_w) for m, w in zip(matmuls, ws, strict=True)]
+    weights = [m.weight(w, call.transpose_w) for m, w in zip(placed.match.terms, ws, strict=True)]
     if stored != PLAIN:
         weights = [Quantized(w, None, None, stored) for w in weights]
     if placed.weights:
@@ -190,38 +173,32 @@ def wgrad_replacements(
       sums: for each sum over devices that a group is tied to, by index, its result and the variable
         that the program reads in its place, each in a sequence of one.
     """
-    replacements = []
-    for group in groups:
-        products = ResidualRef(group.position, "products")
-        inputs = [residual, *(dot.matmul.w for dot in group.dots)]
-        outputs = [dot.result for dot in group.dots]
-        summed, read = sums.get(group.tied_sum, ((), ()))
-        replacements += [
-            Replacement(group.position, inputs, [products], _compute_products(group)),
-            Replacement(
-                group.ready_position,
-                [products, *summed],
-                [*read, *outputs],
-                _finish_products(group),
-            ),
-        ]
-    return replacements
+    return [made for group in groups for made in _of_launch(group, residual, sums)]
 
 
-def _compute_products(group: GroupedWgrad) -> Callable[..., tuple]:
+def _of_launch(
+    group: GroupedWgrad,
+    residual: ResidualRef,
+    sums: Mapping[int | None, tuple[Sequence[Var], Sequence[Var]]],
+) -> list[Replacement]:
+    """The products of one launch, and the weight gradients that are made of them."""
+
     def weight_gradients(gathered: Gathered, *others: jax.Array) -> tuple:
         return (_products(group, gathered, iter(others)),)
 
-    return weight_gradients
-
-
-def _finish_products(group: GroupedWgrad) -> Callable[..., tuple]:
     def finished_weight_gradients(products: list[jax.Array], *sums: jax.Array) -> tuple:
         if sums:
             sums, products = lax.optimization_barrier((sums, products))
         return (*sums, *_results(group, products))
 
-    return finished_weight_gradients
+    ref = ResidualRef(group.position, "products")
+    inputs = [residual, *(dot.matmul.w for dot in group.dots)]
+    summed, read = sums.get(group.tied_sum, ((), ()))
+    outputs = [*read, *(dot.result for dot in group.dots)]
+    return [
+        Replacement(group.position, inputs, [ref], weight_gradients),
+        Replacement(group.ready_position, [ref, *summed], outputs, finished_weight_gradients),
+    ]
 
 
 def _products(
@@ -246,62 +223,47 @@ def _results(group: GroupedWgrad, products: Sequence[jax.Array]) -> list[jax.Arr
     ]
 
 
-def sum_replacement(
-    placed: PlacedMatch,
-    result: Var,
-    call: Call,
-    stored: Format,
+def _sum_replacement(
+    placed: PlacedMatch, match: SumMatch, call: Call, stored: Format
 ) -> Replacement:
     """The matmuls and the sum over devices of their products, by one op."""
-    match = placed.match
-    assert isinstance(match, SumMatch)
-    collective, terms, rows = match.collective, match.terms, match.rows
-    as_stored = stored == PLAIN and collective.kind != "psum"
+    collective, terms, rows, path = match.collective, match.terms, match.rows, match.path
+    sums_alone = collective.kind == "psum"
+    as_stored = stored == PLAIN and not sums_alone
     transposed = as_stored and all(term.w_is_transposed for term in terms)
     call = replace(call, dimension=match.dimension, transpose_w=transposed)
 
     def matmul_sum(*operands: jax.Array) -> tuple[jax.Array]:
-        y = scale(summed(*pvary_all(call.axis_name, operands)), match.path.factor)
-        return (_typed_as(result, apply_shard_ops(match.path.shard_ops[::-1], y)),)
+        y = scale(summed(*pvary_all(call.axis_name, operands)), path.factor)
+        return (_typed_as(match.result, apply_shard_ops(path.shard_ops[::-1], y)),)
 
     def summed(*operands: jax.Array) -> jax.Array:
-        factors = match.factors
-        scaled = map(_scale_smaller, operands[::2], operands[1::2], factors)
-        pairs = [(term, *scaled_pair) for term, scaled_pair in zip(terms, scaled, strict=True)]
-        xs = [lax.reshape(term.operand(x), (*rows, term.depth)) for term, x, _ in pairs]
-        ws = _weights(placed, terms, [w for _, _, w in pairs], call, stored)
-        frozen = placed.frozen and not placed.weights
-        if collective.kind == "psum":
-            if frozen:
-                y, _ = matmul_all_reduce_frozen(tuple(xs), (), ws, call)
-            else:
-                y = matmul_all_reduce(tuple(xs), ws, call)
-            return terms[0].result(y, terms[0].free_shape)
-        assert match.dimension is not None and match.path.dimension is not None
-        if frozen:
-            y, _ = matmul_scatter_frozen(tuple(xs), (), ws, call)
+        scaled = [*map(_scale_smaller, operands[::2], operands[1::2], match.factors)]
+        xs = tuple(
+            lax.reshape(term.operand(x), (*rows, term.depth))
+            for term, (x, _) in zip(terms, scaled, strict=True)
+        )
+        ws = _weights(placed, [w for _, w in scaled], call, stored)
+        if placed.frozen and not placed.weights:
+            op = matmul_all_reduce_frozen if sums_alone else matmul_scatter_frozen
+            y, _ = op(xs, (), ws, call)
         else:
-            y = matmul_scatter(*_varying(placed, call, (tuple(xs), ws)), call)
-        if match.path.shape is None:
+            op = matmul_all_reduce if sums_alone else matmul_scatter
+            y = op(*_varying(placed, call, (xs, ws)), call)
+        if path.shape is None:
             return terms[0].result(y, divided(rows, match.dimension, collective.devices))
-        return lax.reshape(y, divided(match.path.shape, match.path.dimension, collective.devices))
+        return lax.reshape(y, divided(path.shape, path.dimension, collective.devices))
 
-    pairs = zip(terms, _stored_weights(placed, terms), strict=True)
+    pairs = zip(terms, _stored_weights(placed), strict=True)
     inputs = [atom for term, w in pairs for atom in (term.x, w)]
-    return Replacement(None, inputs, [result], matmul_sum)
+    return Replacement(None, inputs, [match.result], matmul_sum)
 
 
-def einsum_replacement(
-    match: EinsumMatch,
-    shard: Atom,
-    call: Call,
-    stored: Format,
-) -> Replacement:
+def _einsum_replacement(match: EinsumMatch, call: Call, stored: Format) -> Replacement:
     """The dot and its gather or scatter, by one collective einsum."""
     if not match.einsum.is_matmul and stored != PLAIN:
         reason = f"{match.einsum} is not a matmul of whole dimensions"
         call, stored = call.remarking(stored.refusal(reason)), PLAIN
-    gathers = match.collective.kind == "all_gather"
 
     def gather_einsum(shard: jax.Array, b: jax.Array) -> tuple[jax.Array]:
         a = apply_shard_ops(match.shard_ops, shard)
@@ -314,9 +276,8 @@ def einsum_replacement(
         y = scale(einsum(a, b, match.einsum, call, stored, scatters=True), match.factor)
         return (_typed_as(match.result, apply_shard_ops(match.shard_ops, y)),)
 
-    a, b = match.operands
-    inputs = [shard if gathers else a, b]
-    return Replacement(None, inputs, [match.result], gather_einsum if gathers else einsum_scatter)
+    fun = gather_einsum if match.collective.kind == "all_gather" else einsum_scatter
+    return Replacement(None, match.inputs, [match.result], fun)
 
 
 def _typed_as(atom: Atom, array: jax.Array) -> jax.Array:
@@ -338,11 +299,6 @@ def apply_shard_ops(shard_ops: Sequence[ShardOp], array: jax.Array) -> jax.Array
 
 def signature(placed: PlacedMatch, replacements: Sequence[Replacement]) -> tuple:
     """A key that is equal for sites whose replacements differ only in variables."""
-    weights = tuple((weight.shard_ops, weight.sharding) for weight in placed.weights)
-    return *_signature(placed, replacements), weights, placed.frozen
-
-
-def _signature(placed: PlacedMatch, replacements: Sequence[Replacement]) -> tuple:
     match = placed.match
     types = tuple(
         type_of(item)
@@ -350,17 +306,17 @@ def _signature(placed: PlacedMatch, replacements: Sequence[Replacement]) -> tupl
         for item in (*replacement.inputs, *replacement.outputs)
         if not isinstance(item, ResidualRef)
     )
+    weights = tuple((weight.shard_ops, weight.sharding) for weight in placed.weights)
+    key = match.collective, types, weights, placed.frozen
     if isinstance(match, EinsumMatch):
-        return match.collective, match.einsum, match.shape, match.factor, match.shard_ops, types
+        return *key, match.einsum, match.shape, match.factor, match.shard_ops
     if isinstance(match, SumMatch):
-        dimensions = tuple(map(_dimensions, match.terms))
-        return match.collective, match.path, match.factors, types, dimensions
+        return *key, match.path, match.factors, *map(_dimensions, match.terms)
     groups = (*placed.immediate_wgrads, *placed.later_wgrads)
     dots = (*match.dots, *(dot for group in groups for dot in group.dots))
     return (
-        match.collective,
+        *key,
         match.needs_root,
-        types,
         tuple((dot.view, dot.contracts_rows, dot.factor, _dimensions(dot.matmul)) for dot in dots),
         len(placed.immediate_wgrads),
         tuple((len(group.dots), group.gathered_first) for group in groups),
@@ -371,14 +327,17 @@ def _dimensions(matmul: Matmul) -> tuple:
     return matmul.x_side, matmul.equation.params["dimension_numbers"], type_of(matmul.x)
 
 
-def replacements_of(
-    placed: PlacedMatch, equation: JaxprEqn, call: Call, stored: Format
-) -> Sequence[Replacement]:
-    """The replacements of a site whose collective is `equation`."""
+def replacements_of(placed: PlacedMatch, call: Call, stored: Format) -> Sequence[Replacement]:
+    """The replacements of a site.
+
+    Args:
+      placed: the site.
+      call: parameters of the op, without those that depend on the match.
+      stored: the format of the operands.
+    """
     match = placed.match
     if isinstance(match, GatherMatch):
-        (shard,) = equation.invars
-        return gather_replacements(placed, shard, call, stored)
+        return _gather_replacements(placed, match, call, stored)
     if isinstance(match, EinsumMatch):
-        return [einsum_replacement(match, equation.invars[0], call, stored)]
-    return [sum_replacement(placed, equation.outvars[0], call, stored)]
+        return [_einsum_replacement(match, call, stored)]
+    return [_sum_replacement(placed, match, call, stored)]

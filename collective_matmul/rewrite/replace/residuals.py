@@ -7,7 +7,8 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from collective_matmul.jaxprs.bodies import called, with_jaxprs
 from collective_matmul.jaxprs.graph import Graph, is_pure, type_of, variables
+from collective_matmul.jaxprs.walks import ByIdentity
 from collective_matmul.operands.chunked import Chunked
 from collective_matmul.rewrite.match.gathers import GatheredDot, GatherMatch, dots_of
-from collective_matmul.rewrite.match.grouped_wgrad import group_wgrads, tie_to_sum
-from collective_matmul.rewrite.match.inlining import is_plain_call
-from collective_matmul.rewrite.match.narrowing import narrow_matmuls, narrowed
-from collective_matmul.rewrite.match.site_selection import PlacedMatch, consumed_by
+from collective_matmul.rewrite.match.normal_form import is_plain_call, narrowed
+from collective_matmul.rewrite.match.site_selection import PlacedMatch, group_wgrads, tie_to_sum
 from collective_matmul.rewrite.replace.replacements import ResidualRef, wgrad_replacements
 from collective_matmul.rewrite.replace.splice import TracedSite, instantiate, splice, trace
 
@@ -80,7 +80,7 @@ class ResidualForwarding:
       done: jaxprs made so far, which equal calls share.
     """
 
-    def __init__(self, graph: Graph, done: dict[tuple, Any]):
+    def __init__(self, graph: Graph, done: ByIdentity[Any]):
         self._graph = graph
         self._done = done
         self._offered: dict[Var, tuple[int, ChunkedResidual]] = {}
@@ -98,23 +98,16 @@ class ResidualForwarding:
         if not positions:
             return call
         closed = called(call)
-        key = id(closed), *positions.items()
-        if key not in self._done:
-            # Keep the original alive, so that no other object gets its id.
-            self._done[key] = closed, _take_chunks(closed, positions)
-        _, (closed, accepted) = self._done[key]
-        sizes, invars = [], []
-        for position, atom in enumerate(call.invars):
-            if position in accepted and isinstance(atom, Var):
-                made_by, residual = self._offered[atom]
-                chunks = [Var(type_of(leaf)) for leaf in jax.tree.leaves(residual.chunks)]
-                self._taken.setdefault(made_by, {})[residual] = chunks
-            else:
-                chunks = [atom]
-            invars += chunks
-            sizes.append(len(chunks))
-        params = _resized(call, closed, _PER_ARGUMENT, sizes)
-        return call.replace(params=params, invars=invars)
+        closed, accepted = self._done.get(
+            closed, (*positions.items(),), lambda: _take_chunks(closed, positions)
+        )
+        invars: list[list[Any]] = [[atom] for atom in call.invars]
+        for position in sorted(accepted):
+            made_by, residual = self._offered[invars[position][0]]
+            chunks = [Var(type_of(leaf)) for leaf in jax.tree.leaves(residual.chunks)]
+            self._taken.setdefault(made_by, {})[residual] = invars[position] = chunks
+        params = _resized(call, closed, _PER_ARGUMENT, map(len, invars))
+        return call.replace(params=params, invars=[*itertools.chain(*invars)])
 
     def with_chunk_results(self, index: int, call: JaxprEqn) -> JaxprEqn:
         """The call, returning chunks where another call took them."""
@@ -122,16 +115,16 @@ class ResidualForwarding:
         if not taken:
             return call
         closed = called(call)
-        key = id(closed), *taken.values()
-        if key not in self._done:
-            self._done[key] = closed, closed.replace(jaxpr=_return_chunks(closed.jaxpr, taken))
-        closed = self._done[key][1]
-        results = [
-            self._taken[index][taken[position]] if position in taken else [var]
-            for position, var in enumerate(call.outvars)
-        ]
-        params = _resized(call, closed, _PER_RESULT, [len(vars) for vars in results])
-        return call.replace(params=params, outvars=[var for vars in results for var in vars])
+        closed = self._done.get(
+            closed,
+            (*taken.values(),),
+            lambda: closed.replace(jaxpr=_return_chunks(closed.jaxpr, taken)),
+        )
+        outvars = [[var] for var in call.outvars]
+        for position, residual in taken.items():
+            outvars[position] = self._taken[index][residual]
+        params = _resized(call, closed, _PER_RESULT, map(len, outvars))
+        return call.replace(params=params, outvars=[*itertools.chain(*outvars)])
 
     def _acceptable(self, index: int, call: JaxprEqn) -> dict[int, ChunkedResidual]:
         """Arguments that only this call uses and that another call could return in chunks."""
@@ -150,9 +143,9 @@ def _can_change(call: JaxprEqn) -> bool:
     return is_plain_call(call) and is_pure(call)
 
 
-def _resized(call: JaxprEqn, jaxpr: Any, names: Sequence[str], sizes: Sequence[int]) -> dict:
+def _resized(call: JaxprEqn, jaxpr: Any, names: Sequence[str], sizes: Iterable[int]) -> dict:
     """A call's parameters for another jaxpr; entries of one value are repeated for its chunks."""
-    params = dict(with_jaxprs(call, [jaxpr]).params)
+    params, sizes = dict(with_jaxprs(call, [jaxpr]).params), [*sizes]
     for name in names:
         if name in params:
             pairs = zip(params[name], sizes, strict=True)
@@ -183,8 +176,7 @@ def _take_chunks(closed: Any, positions: dict[int, ChunkedResidual]) -> tuple[An
 
 def _take_one_in_chunks(jaxpr: Jaxpr, position: int, residual: ChunkedResidual) -> Jaxpr | None:
     """The jaxpr with one more argument in chunks; None if something needs it whole."""
-    graph = Graph(jaxpr)
-    graph, _ = narrowed(graph, narrow_matmuls(graph))
+    graph = narrowed(Graph(jaxpr))
     match, whole = residual.match, jaxpr.invars[position]
     between: list[int] = []
     dots: list[GatheredDot] = []
@@ -202,7 +194,8 @@ def _take_one_in_chunks(jaxpr: Jaxpr, position: int, residual: ChunkedResidual) 
     residual_ref, types = ResidualRef(position), jax.tree.map(type_of, residual.chunks)
     chunks = jax.tree.map(Var, types)
     replacements = wgrad_replacements(groups, residual_ref, sums)
-    consumed = consumed_by(graph, between, dots, needed)
+    multiplied = frozenset(dot.index for dot in dots)
+    consumed = multiplied | graph.unneeded(between, multiplied, needed)
     placed = PlacedMatch(match, consumed, first.position, later_wgrads=groups)
     tracing = trace(replacements, {residual_ref: types})
     like = graph.equations[first.position]

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from collective_matmul.dispatch.recording import Decision, record_decisions
 from collective_matmul.explicit_axes import with_type_of
-from collective_matmul.jaxprs.dependencies import Scheduled, in_order
-from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
+from collective_matmul.jaxprs.dependencies import spliced
+from collective_matmul.jaxprs.graph import Atom, Graph, copied, renamed, type_of, variables
 from collective_matmul.rewrite.find.report import NAME
 from collective_matmul.rewrite.match.site_selection import PlacedMatch
-from collective_matmul.rewrite.match.weight_gathers import unused_after
 from collective_matmul.rewrite.replace.replacements import Replacement, ResidualRef
 
 
@@ -44,7 +43,7 @@ class TracedSite:
       equations: the new equations of each replacement, with the index before which they come.
       renamed: what the site's results are now.
       decisions: decisions recorded while tracing.
-      kept: the gathered array as variables, in the pytree of a `GatherResidual`; None if it is not
+      kept: the gathered array as variables, in the pytree of a `ResidualRef`; None if it is not
         kept.
     """
 
@@ -145,7 +144,7 @@ def instantiate(
         atoms = [
             atom for item in replacement.inputs for atom in jax.tree.leaves(kept.get(item, item))
         ]
-        new, results = _copied(jaxpr, atoms, source)
+        new, results = copied(jaxpr, atoms, lambda _: source)
         position = placed.position if replacement.position is None else replacement.position
         equations.append((position, new))
         made = iter(results)
@@ -159,61 +158,40 @@ def instantiate(
     return TracedSite(placed, equations, renamed, tracing.decisions, gathered)
 
 
-def _copied(jaxpr: Jaxpr, atoms: Sequence[Atom], source: Any) -> tuple[list[JaxprEqn], list[Atom]]:
-    """The equations and results of a jaxpr that reads `atoms`, with new variables."""
-    names: dict[Var, Atom] = dict(zip(jaxpr.invars, atoms, strict=True))
-    equations = []
-    for equation in jaxpr.eqns:
-        invars = _rename(equation.invars, names)
-        outvars = [v if isinstance(v, DropVar) else Var(type_of(v)) for v in equation.outvars]
-        names.update(zip(equation.outvars, outvars, strict=True))
-        equations.append(equation.replace(invars=invars, outvars=outvars, source_info=source))
-    return equations, _rename(jaxpr.outvars, names)
-
-
 def splice(graph: Graph, equations: Sequence[JaxprEqn], sites: Sequence[TracedSite]) -> Jaxpr:
     """The jaxpr with `equations` in place of its own, and the sites' replacements inserted."""
     names: dict[Var, Atom] = {}
-    consumed = executed_by(graph, sites)
     for site in sites:
         names |= site.renamed
-    scheduled = [
-        Scheduled((position, 0), [_reading(equation, names) for equation in made])
-        for site in sites
-        for position, made in site.equations
-    ]
-    scheduled += [
-        Scheduled((index, 1), [_reading(equation, names)])
-        for index, equation in enumerate(equations)
-        if index not in consumed
-    ]
-    result = in_order(scheduled)
-    jaxpr = graph.jaxpr
-    effects = frozenset(jaxpr.effects).union(*(equation.effects for equation in result))
-    return jaxpr.replace(eqns=result, outvars=_rename(jaxpr.outvars, names), effects=effects)
+    consumed = executed_by(graph, sites)
+    jaxpr = spliced(
+        graph.jaxpr,
+        (
+            (i, _reading(equation, names))
+            for i, equation in enumerate(equations)
+            if i not in consumed
+        ),
+        (
+            (position, [_reading(equation, names) for equation in made])
+            for site in sites
+            for position, made in site.equations
+        ),
+    )
+    return jaxpr.replace(outvars=renamed(jaxpr.outvars, names))
 
 
 def executed_by(graph: Graph, sites: Sequence[TracedSite]) -> frozenset[int]:
     """The equations of a jaxpr that sites replace, and gathers of weights that only they need."""
     consumed = frozenset().union(*(site.placed.consumed for site in sites))
-    weights = (weight for site in sites for weight in site.placed.weights)
+    gathers = (i for site in sites for weight in site.placed.weights for i in weight.chain)
     # A site that cannot gather its weight, such as an all-reduce, reads what the program gathers.
     made = (equation for site in sites for _, new in site.equations for equation in new)
-    read = frozenset(var for equation in made for var in variables(equation.invars))
-    return consumed | unused_after(graph, weights, consumed, read)
+    read = {var for equation in made for var in variables(equation.invars)}
+    return consumed | graph.unneeded(gathers, consumed, read)
 
 
 def _reading(equation: JaxprEqn, names: dict[Var, Atom]) -> JaxprEqn:
     """The equation, reading what its operands are now; the same object if nothing changes."""
     if not any(map(names.__contains__, variables(equation.invars))):
         return equation
-    return equation.replace(invars=_rename(equation.invars, names))
-
-
-def _rename(atoms: Sequence[Atom], names: dict[Var, Atom]) -> list[Atom]:
-    renamed = []
-    for atom in atoms:
-        while not isinstance(atom, Literal) and atom in names:
-            atom = names[atom]
-        renamed.append(atom)
-    return renamed
+    return equation.replace(invars=renamed(equation.invars, names))

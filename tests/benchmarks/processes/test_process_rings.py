@@ -16,8 +16,8 @@ from benchmarks.processes.process_rings import (
     ProcessRings,
     Ring,
     RingInPlace,
+    ratios,
     run,
-    table,
 )
 from tests.conftest import MeshFactory
 
@@ -45,7 +45,7 @@ def test_rings_compute_what_plain_jax_does(make_mesh: MeshFactory) -> None:
 def test_times_are_shown_over_those_of_the_computation() -> None:
     times = {candidate.name: [0.003, 0.001, 0.002] for candidate, _ in CANDIDATES}
     times["ring"] = [0.0021] * 3
-    lines = table({"cases": [{"name": "M 64", "times": times}]}).splitlines()
+    lines = ratios({"cases": [{"name": "M 64", "times": times}]}).splitlines()
     assert "| ring | 1.050 |" in lines
     assert lines[-1] == "| ms of a layer, compute_only | 2.000 |"
 
@@ -61,7 +61,7 @@ def test_two_processes_are_timed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"shape": "9B"}, "^shape='9B': expected one of 70B, "), ({"layers": 0}, "^layers=0: ")],
+    [({"shape": "9B"}, "^shape: '9B' is unknown; expected 70B, "), ({"layers": 0}, "^layers=0: ")],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):

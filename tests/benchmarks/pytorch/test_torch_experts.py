@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pytorch import EXPERT_NAMES
-from benchmarks.pytorch.expert_layers import layer_from, main
+from benchmarks.pytorch.expert_layers import COMMAND
 from benchmarks.pytorch.layer_lines import line_of
 
 TINY = "tiny:9:64:32:4:2"
@@ -17,7 +17,7 @@ TINY = "tiny:9:64:32:4:2"
 
 def test_a_layer_is_its_name_and_sizes() -> None:
     sizes = {"tokens": 9, "width": 64, "hidden": 32, "experts": 4, "choices": 2}
-    assert layer_from(TINY) == {"name": "tiny", **sizes}
+    assert COMMAND.layer_from(TINY) == {"name": "tiny", **sizes}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_layers_that_cannot_be_are_refused(
     layer: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as raised:
-        main(["--layers", layer])
+        COMMAND.main(["--layers", layer])
     assert raised.value.code == 2
     assert reason in capsys.readouterr().err
 
@@ -53,7 +53,7 @@ def test_without_pytorch_the_reason_is_written(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     output = tmp_path / "results.json"
-    assert main(["--layers", TINY, "--output", str(output)]) == 1
+    assert COMMAND.main(["--layers", TINY, "--output", str(output)]) == 1
     reason = "tiny: PyTorch is not installed"
     assert capsys.readouterr().out == f"incomplete: {reason}\n"
     expected = {"results": [], "incomplete": [reason]}
@@ -65,7 +65,7 @@ def test_all_ways_agree_with_the_float32_reference(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     output = tmp_path / "results.json"
     options = ["--platform", "cpu", "--groups", "2", "--group-seconds", "0.01"]
-    assert main(["--layers", TINY, *options, "--output", str(output)]) == 0
+    assert COMMAND.main(["--layers", TINY, *options, "--output", str(output)]) == 0
     results = json.loads(output.read_text())["results"]
     assert {result["candidate"] for result in results} == {*EXPERT_NAMES}
     assert len(results) == 10

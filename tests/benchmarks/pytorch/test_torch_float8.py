@@ -19,12 +19,12 @@ torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
-from benchmarks.pytorch import torch_float8  # noqa: E402
+from benchmarks.pytorch.llama.torch_training import TorchTraining  # noqa: E402
+from benchmarks.pytorch.programs import torch_float8  # noqa: E402
+from benchmarks.pytorch.programs.torch_float8 import FusedOperators, TorchFloat8Layers  # noqa: E402
+from benchmarks.pytorch.programs.torch_layers import TorchLayers  # noqa: E402
 from benchmarks.pytorch.torch_communication import AsyncTensorParallel, Collectives  # noqa: E402
-from benchmarks.pytorch.torch_float8 import FusedOperators, TorchFloat8Layers  # noqa: E402
-from benchmarks.pytorch.torch_layers import TorchLayers  # noqa: E402
 from benchmarks.pytorch.torch_programs import Place, TorchCase  # noqa: E402
-from benchmarks.pytorch.torch_training import TorchTraining  # noqa: E402
 from benchmarks.pytorch.torch_worker import allow_recompilation  # noqa: E402
 
 DEVICES = 2
@@ -152,11 +152,8 @@ def test_programs_of_a_case_share_their_weights(place: Place) -> None:
     assert len(arrays) == 4 + 2  # With the rows and the cotangent.
 
 
-def test_a_function_has_as_many_programs_as_there_are_candidates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        monkeypatch.setattr(torch._dynamo.config, name, 1)
+@torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=1)
+def test_a_function_has_as_many_programs_as_there_are_candidates() -> None:
     allow_recompilation()
 
     def double(x: Any) -> Any:

@@ -24,15 +24,15 @@ from models.layers import rotary
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from benchmarks.pytorch import torch_generation  # noqa: E402
-from benchmarks.pytorch.torch_attention import ATTENTIONS  # noqa: E402
-from benchmarks.pytorch.torch_decoder import (  # noqa: E402
+from benchmarks.pytorch.llama import torch_generation  # noqa: E402
+from benchmarks.pytorch.llama.torch_attention import ATTENTIONS  # noqa: E402
+from benchmarks.pytorch.llama.torch_decoder import (  # noqa: E402
     Functions,
     LayerWeights,
     TorchDecoder,
     Weights,
 )
-from benchmarks.pytorch.torch_generation import TorchGeneration  # noqa: E402
+from benchmarks.pytorch.llama.torch_generation import TorchGeneration  # noqa: E402
 from benchmarks.pytorch.torch_programs import Place  # noqa: E402
 
 DEVICES, PROMPT, CAPACITY, NEW = 2, 12, 32, 9

@@ -10,7 +10,7 @@ from benchmarks.ops.ops import Op
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from benchmarks.pytorch.torch_ops import TorchOps  # noqa: E402
+from benchmarks.pytorch.programs.torch_ops import TorchOps  # noqa: E402
 from benchmarks.pytorch.torch_programs import Place, relative_error  # noqa: E402
 from benchmarks.pytorch.torch_worker import program_of  # noqa: E402
 

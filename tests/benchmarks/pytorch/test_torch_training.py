@@ -13,16 +13,18 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.pytorch import FIRST_STEPS
 from benchmarks.pytorch.runner import time_pytorch
 from benchmarks.step.train import TrainCase
+from train.checkpoint.new_state import init_state
 from train.config.config import ONE_DEVICE
 from train.optimizer.optimizer import make_optimizer
+from train.parallel.loss import batch_losses
 from train.parallel.mesh import make_mesh
-from train.parallel.model import ModelFunctions, init_state
-from train.step import batch_losses, make_step
+from train.parallel.model import ModelFunctions
+from train.step import make_step
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from benchmarks.pytorch.llama.torch_training import TorchTraining  # noqa: E402
 from benchmarks.pytorch.torch_programs import Place  # noqa: E402
-from benchmarks.pytorch.torch_training import TorchTraining  # noqa: E402
 
 CANDIDATES = ("torch_fsdp", "torch_tp", "torch_tp_bf16")
 REMATS: tuple[Any, ...] = ("none", "dots", "full")

@@ -266,13 +266,3 @@ def test_known_rates_are_in_the_report(tmp_path: Path, profiled, monkeypatch):
     (row,) = [row for row in report.content["cases"][0]["rows"] if row["part"] == "optimizer"]
     assert row["floor"] > 0
     assert "at 790 TFLOP/s of matmuls and 4.3 TB/s" in (tmp_path / "report.md").read_text()
-
-
-def test_the_picture_needs_matplotlib(tmp_path: Path, monkeypatch):
-    rows = [budget.Part("idle", 1.0, 0, 0, 0.0), budget.Part("loss", 2.0, 1, 1, None)]
-    with monkeypatch.context() as without:
-        without.setattr(step.importlib.util, "find_spec", lambda name: None)
-        assert "matplotlib is not installed" in step.draw(rows, tmp_path / "budget.png")
-    pytest.importorskip("matplotlib")
-    assert step.draw(rows, tmp_path / "budget.png") == f"picture in {tmp_path / 'budget.png'}"
-    assert (tmp_path / "budget.png").stat().st_size > 1000

@@ -16,8 +16,8 @@ from jax import lax
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec as P
 
-from models.blocks.loop import Scanned, Unrolled, apply_blocks
-from models.blocks.split_pullback import dependents, split_pullback
+from models.blocks.apply import apply_blocks
+from models.blocks.loop import Scanned, Unrolled
 from models.parameters.use import Gathers, as_varying
 
 DEVICES, ROWS, FEATURES, HIDDEN = 8, 2, 16, 64
@@ -223,32 +223,6 @@ def test_gradients_of_the_head_do_not_wait_for_the_blocks(make_mesh, unroll):
     head = {places[v] for v in (body.outvars[-4], body.outvars[-2])}
     assert {body.eqns[place].primitive.name for place in head} == {"optimization_barrier"}
     assert max(head) < min(of_blocks[:6])  # Of the first two blocks, computed last.
-
-
-def test_only_what_depends_on_activations_is_kept():
-    weights = {name: jnp.asarray(array) for name, array in make_blocks(1)[0].items()}
-    x, shift = jnp.asarray(X[:5]), jnp.float32(0.5)
-    split = split_pullback(functools.partial(block, 0), weights, x, shift)
-    y, kept = split.forward(weights, x, shift)
-    _, pull = jax.vjp(lambda weights, x: block(0, weights, x, shift), weights, x)
-    for found, right in zip(
-        jax.tree.leaves(split.backward(weights, kept, y)), jax.tree.leaves(pull(y)), strict=True
-    ):
-        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
-    # All have the rows of x, and none the shape of a weight.
-    assert kept
-    assert {leaf.shape[0] for leaf in kept} == {5}
-
-
-def test_what_depends_on_an_argument_is_found_in_jitted_functions():
-    def fun(w, x):
-        a, b = jax.jit(lambda w, x: (w.T, x * 2))(w, x)
-        c, d = jax.lax.optimization_barrier((a, b))
-        return a, b, c, d, c @ d
-
-    jaxpr = jax.make_jaxpr(fun)(jnp.ones((2, 2)), jnp.ones((2, 2))).jaxpr
-    found = dependents(jaxpr, jaxpr.invars[1:])
-    assert [v in found for v in jaxpr.outvars] == [False, True, False, True, True]
 
 
 def test_what_a_scan_keeps_is_written_to_memory_that_was_not_filled(make_mesh):

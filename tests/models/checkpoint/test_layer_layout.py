@@ -15,10 +15,12 @@ from models.checkpoint.layer_layout import move_layout, other_layout
 from models.checkpoint.saved_checkpoint import find_checkpoint
 from tests.train.parallel.test_zero import TINY
 from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.new_state import init_state
 from train.config.config import Config, MeshSizes, OptimizerConfig
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
 from train.parallel.mesh import make_mesh
-from train.parallel.model import ModelFunctions, init_state, state_on_mesh
+from train.parallel.model import ModelFunctions
 
 CONFIG = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, num_layers=3))
 

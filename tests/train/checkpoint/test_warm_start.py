@@ -15,8 +15,9 @@ from tests.train.optimizer.test_schedule import logged
 from train.config.config import ONE_DEVICE
 from train.log.log_file import read_log
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
 from train.parallel.mesh import make_mesh
-from train.parallel.model import ModelFunctions, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.run.command_line import main, parse
 from train.run.setup import prepare
 

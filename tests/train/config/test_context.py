@@ -29,9 +29,10 @@ from train.config.context import BACKENDS, context_implementation, describe_cont
 from train.log.log_file import read_log
 from train.memory.device_memory import GPUS
 from train.memory.step_memory import memory_of
+from train.optimizer.state import TrainState, state_on_mesh
 from train.parallel.batches import global_arrays, local_rows
 from train.parallel.mesh import make_abstract_mesh, make_mesh
-from train.parallel.model import ModelFunctions, TrainState, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.run.command_line import main
 from train.run.dry_run import dry_run
 
@@ -237,7 +238,7 @@ def test_tokens_are_laid_out_in_zigzag_order():
         assert sharding_of(placed[name]).spec == P(("data", "fsdp"), "context")
     np.testing.assert_array_equal(placed["document_lengths"], batch["document_lengths"])
     # Each process reads the sequences of its devices once.
-    rows = local_rows(sharding_of(placed["document_lengths"]), RUN.batch_size)
+    rows = local_rows(mesh, RUN.batch_size)
     np.testing.assert_array_equal(rows, range(RUN.batch_size))
 
 

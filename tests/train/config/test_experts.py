@@ -21,6 +21,7 @@ from tests.covering import cover
 from tests.train.reports import RECORD
 from tests.train.test_step import SHORT, Trainer
 from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.new_state import init_state
 from train.config.checks import check
 from train.config.config import ONE_DEVICE, MeshConfig, MeshSizes
 from train.config.experts import describe_experts, worst_case_bytes
@@ -28,8 +29,9 @@ from train.log.metrics import model_flops_per_token
 from train.log.reporter import Reporter
 from train.memory.step_memory import memory_of
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
 from train.parallel.mesh import make_abstract_mesh, make_mesh, mesh_sizes
-from train.parallel.model import ModelFunctions, init_state, is_vector, state_on_mesh
+from train.parallel.model import ModelFunctions, is_vector
 from train.parallel.parameter_shards import replica_axes
 
 MODEL = dataclasses.replace(

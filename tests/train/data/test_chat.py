@@ -19,12 +19,12 @@ from models.families import PRESETS
 from models.generation.text import answer
 from tests.models.hugging_face.chat.chat_folders import with_template
 from tests.models.hugging_face.folders import DATA
-from train import step as train_step
 from train.config.config import Config
 from train.data.chat import read_chats
 from train.data.dataset import open_dataset
 from train.data.tokenizer import read_tokenizer
 from train.log.log_file import read_log
+from train.parallel import loss as step_loss
 from train.run.command_line import main
 from train.run.setup import open_held_out
 
@@ -325,7 +325,7 @@ def test_a_masked_token_does_not_count(monkeypatch):
         "answers": np.array([[0, 1, 0, 0], [1, 0, 0, 1]], np.int32),
     }
     model: Any = Model()
-    seen = jax.jit(lambda batch: train_step.losses(model, {}, None, batch)[0])(batch)
+    seen = jax.jit(lambda batch: step_loss.losses(model, {}, None, batch)[0])(batch)
     np.testing.assert_array_equal(seen, [[0, 6, 0, 0], [1, 0, 0, 4]])
 
 

@@ -20,18 +20,15 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 from tests.covering import cover
+from train.checkpoint.new_state import init_state
 from train.config import presets
 from train.config.config import MeshSizes, OptimizerConfig
 from train.optimizer.muon import matrix_dimensions, to_shards, to_whole
-from train.optimizer.optimizer import make_optimizer, make_schedule
+from train.optimizer.optimizer import make_optimizer
+from train.optimizer.schedule import make_schedule
+from train.optimizer.state import abstract_state, state_specs
 from train.parallel.mesh import make_abstract_mesh, make_mesh
-from train.parallel.model import (
-    ModelFunctions,
-    Params,
-    abstract_state,
-    init_state,
-    state_specs,
-)
+from train.parallel.model import ModelFunctions, Params
 from train.step import sharded_step
 
 #: The learning rate is not constant, nor 0 at first. The iterations are float32.

@@ -18,6 +18,7 @@ from models.checkpoint.earlier_releases import trained_configuration
 from models.checkpoint.saved_checkpoint import find_checkpoint
 from tests.train.test_step import SHORT, Trainer
 from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.new_state import init_state
 from train.config import presets
 from train.config.checks import check_optimizer
 from train.config.config import MeshSizes, OptimizerConfig
@@ -25,8 +26,9 @@ from train.log.log_file import read_log
 from train.memory.step_memory import memory_of
 from train.optimizer.muon import matrix_dimensions
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
 from train.parallel.mesh import make_abstract_mesh, make_mesh
-from train.parallel.model import ModelFunctions, init_state, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.run.command_line import main, parse
 from train.run.setup import check_same_optimizer
 

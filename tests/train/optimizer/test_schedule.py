@@ -15,8 +15,8 @@ import pytest
 from train.checkpoint.checkpoint import Checkpoints
 from train.config.config import OptimizerConfig
 from train.log.log_file import read_log
-from train.optimizer.optimizer import make_schedule
-from train.run.command_line import describe_schedule, main, parse
+from train.optimizer.schedule import describe_schedule, make_schedule
+from train.run.command_line import main, parse
 from train.run.setup import prepare
 
 RUN = shlex.split(

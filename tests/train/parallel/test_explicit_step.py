@@ -19,16 +19,18 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap
 from tests.rewrite.programs import sites
+from train.checkpoint.new_state import init_state
 from train.config import presets
 from train.config.checks import check
 from train.config.config import Config, MeshSizes
 from train.memory.step_memory import memory_of
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import abstract_state
 from train.parallel import explicit_step
-from train.parallel.batches import BATCH_SPEC
+from train.parallel.batches import BATCH_SPEC, Batch
 from train.parallel.mesh import make_abstract_mesh, make_mesh
-from train.parallel.model import ModelFunctions, abstract_state, init_state
-from train.step import Batch, make_step, sharded_step
+from train.parallel.model import ModelFunctions
+from train.step import make_step, sharded_step
 
 _SHORT = presets.debug()
 SHORT = dataclasses.replace(

@@ -19,10 +19,12 @@ from jax.extend.core import jaxprs_in_params
 from collective_matmul import record_decisions
 from tests.train.test_step import SHORT, Trainer
 from train.config.config import Config, MeshSizes
-from train.memory.step_memory import abstract_batch, memory_of
+from train.memory.step_memory import memory_of
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import abstract_state
+from train.parallel.batches import abstract_batch
 from train.parallel.mesh import make_abstract_mesh
-from train.parallel.model import ModelFunctions, abstract_state
+from train.parallel.model import ModelFunctions
 from train.run.command_line import main, parse
 from train.step import sharded_step
 
@@ -166,7 +168,7 @@ def step_of(config: Config, sizes: MeshSizes) -> Any:
     model, mesh = ModelFunctions(config, sizes), make_abstract_mesh(sizes)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     step = sharded_step(config, model, optimizer, mesh)
-    batch = abstract_batch(config, config.batch_size)
+    batch = abstract_batch(config)
     return jax.make_jaxpr(step)(abstract_state(model, optimizer), batch).jaxpr
 
 

@@ -15,11 +15,13 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from models.checkpoint.saved_checkpoint import find_checkpoint
+from train.checkpoint.new_state import init_state
 from train.config.config import MeshSizes
-from train.memory.step_memory import abstract_batch
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
+from train.parallel.batches import abstract_batch
 from train.parallel.mesh import make_abstract_mesh, make_mesh
-from train.parallel.model import ModelFunctions, init_state, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.run.command_line import main, parse
 from train.step import sharded_step
 
@@ -96,7 +98,7 @@ def test_no_array_has_the_shape_of_a_kernel_gradient(scan: str):
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     state = state_on_mesh(model, optimizer, mesh)
     step = sharded_step(config, model, optimizer, mesh)
-    jaxpr = jax.make_jaxpr(step)(state, abstract_batch(config, config.batch_size)).jaxpr
+    jaxpr = jax.make_jaxpr(step)(state, abstract_batch(config)).jaxpr
     local = {(32, 24), (24, 32), (32, 64), (64, 32)}  # Kernels of features 32, tensor 2.
     made = [e.outvars[0].aval.shape for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     assert made and not local & set(made)

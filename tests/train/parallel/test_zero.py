@@ -17,10 +17,12 @@ from tests.ops.matmul.ring.test_program_structure import equations
 from train.config import presets
 from train.config.checks import check
 from train.config.config import MeshConfig, MeshSizes
-from train.memory.step_memory import Memory, abstract_batch, advice, memory_of
+from train.memory.step_memory import Memory, advice, memory_of
 from train.optimizer.optimizer import make_optimizer
+from train.optimizer.state import state_on_mesh
+from train.parallel.batches import abstract_batch
 from train.parallel.mesh import make_abstract_mesh, mesh_sizes
-from train.parallel.model import ModelFunctions, state_on_mesh
+from train.parallel.model import ModelFunctions
 from train.parallel.parameter_shards import ZeroUse, sharded_dimension, sharded_spec, sum_over
 from train.parallel.zero import describe_zero
 from train.step import sharded_step
@@ -229,7 +231,7 @@ def test_the_embedding_is_gathered_for_a_tied_head_alone(tied):
     model, mesh = ModelFunctions(config, sizes), make_abstract_mesh(sizes)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     step = sharded_step(config, model, optimizer, mesh)
-    arguments = state_on_mesh(model, optimizer, mesh), abstract_batch(config, config.batch_size)
+    arguments = state_on_mesh(model, optimizer, mesh), abstract_batch(config)
     table = (shape.vocabulary_size // 2, shape.features)
     gathered: list[Any] = [
         variable.aval

@@ -17,8 +17,8 @@ from tests.covering import cover
 from tests.train.test_step import SHORT, Trainer
 from train.checkpoint.checkpoint import Checkpoints
 from train.config.config import ONE_DEVICE, MeshSizes
+from train.optimizer.state import state_on_mesh
 from train.parallel.batches import BATCH_SPEC
-from train.parallel.model import state_on_mesh
 
 #: tests/train/test_step.py has meshes without an fsdp axis.
 MESHES = [(1, 8, 1), (2, 2, 2), (1, 4, 2)]

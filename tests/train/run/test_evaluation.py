@@ -18,6 +18,7 @@ import pytest
 
 from tests.models import reference
 from tests.train.reports import reporter
+from train.checkpoint.new_state import init_state
 from train.config import presets
 from train.config.config import ONE_DEVICE, Config, MeshSizes
 from train.data.dataset import TextData, open_dataset
@@ -25,7 +26,7 @@ from train.log.log_file import read_log
 from train.log.metrics import Evaluation
 from train.optimizer.optimizer import make_optimizer
 from train.parallel.mesh import make_mesh
-from train.parallel.model import ModelFunctions, init_state
+from train.parallel.model import ModelFunctions
 from train.run.command_line import describe_held_out, main, parse
 from train.run.evaluation import Evaluator
 from train.run.setup import prepare

@@ -23,7 +23,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.pytorch.torch_programs import Failure, Measuring, Place, Run, relative_error
+from benchmarks.pytorch.torch_programs import (
+    Failure,
+    Measuring,
+    Place,
+    Run,
+    computed,
+    relative_error,
+    require_right,
+)
 
 #: The ways to run each candidate. "compiled" is one program with its collectives, whose sizes do
 #: not depend on the routing; "compiled parts", those between collectives and what the host reads.
@@ -317,18 +325,11 @@ def layer_of(name: str, way: str, place: Place, experts: int, compiler: str) -> 
 def run_of(layer: Layer, arguments: Arguments, *, differentiated: bool) -> Run:
     """Computes the result, or it and all gradients."""
 
-    def forward() -> list[Tensor]:
-        with torch.no_grad():
-            return [layer(*arguments[:-1])]
+    def of_leaves(x: Tensor, weights: Tensor, *ws: Tensor) -> Tensor:
+        return layer(x, arguments.ids, weights, *ws)
 
-    leaves = arguments.differentiated()
-    x, weights, *ws = leaves
-
-    def both() -> list[Tensor]:
-        y = layer(x, arguments.ids, weights, *ws)
-        return [y.detach(), *torch.autograd.grad(y, leaves, arguments.dy)]
-
-    return both if differentiated else forward
+    dy = arguments.dy if differentiated else None
+    return functools.partial(computed, of_leaves, arguments.differentiated(), dy)
 
 
 class TorchExperts:
@@ -382,9 +383,7 @@ class TorchExperts:
         run = self.worker.together(build)
         error = self.worker.together(lambda: self.error(run()))
         result["relative_error"] = self.worker.largest(error)
-        if not result["relative_error"] < TOLERANCE:
-            error = result["relative_error"]
-            raise Failure(f"wrong: relative error {error:.3g} to the float32 reference")
+        require_right(result["relative_error"], TOLERANCE, "the float32 reference")
         if self.place.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import parallel as tp
 
+from benchmarks.pytorch.programs.torch_layers import TorchLayers, gelu
 from benchmarks.pytorch.torch_communication import AsyncTensorParallel, TorchCommunication
-from benchmarks.pytorch.torch_layers import TorchLayers, gelu
-from benchmarks.pytorch.torch_programs import Run
+from benchmarks.pytorch.torch_programs import Run, computed
 
 #: The operators of async tensor parallelism that a pass may put into a program.
 _FUSED = (
@@ -185,12 +185,9 @@ class TorchFloat8Layers(TorchLayers):
 def _run(layers: nn.Module, state: Tensor, cotangent: Tensor | None) -> list[Tensor]:
     """As `TorchLayers.run`."""
     if cotangent is None:
-        with torch.no_grad():
-            return [layers(state)]
+        return computed(layers, [state], None)
     leaves = [state.detach().requires_grad_(), *layers.parameters()]
-    result = layers(leaves[0])
-    gradients = torch.autograd.grad(result, leaves, cotangent)
-    return [result.detach(), *map(_local, gradients)]
+    return [*map(_local, computed(lambda x, *_: layers(x), leaves, cotangent))]
 
 
 def _local(array: Tensor) -> Tensor:

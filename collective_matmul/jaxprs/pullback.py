@@ -1,8 +1,11 @@
-"""A function and its gradient, split so that nothing made of weights alone is kept between them.
+"""Splits a function and its pullback, so that nothing made of weights alone is kept between them.
 
-`jax.checkpoint` cannot keep all activations and no weights, since its policies see single
-operations and not what they are computed from. `split_pullback` looks at what the backward needs:
-what depends on weights alone is computed again.
+`jax.vjp` keeps views, casts and copies in 8 bits of weights beside activations. `jax.checkpoint`
+cannot tell them apart: its policy sees single operations and not what their operands are made of.
+Around a whole function, the policy also replaces those of parts inside, such as norms, which would
+then keep all their intermediate values. `split_pullback` follows in the jaxpr what depends on
+weights alone. The backward computes this again, from weights that it is given, and nothing else: no
+collective and no kernel that communicates is executed twice.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from collective_matmul.jaxprs import Propagation, Scope, called
+from collective_matmul.jaxprs.bodies import called
+from collective_matmul.jaxprs.propagation import Propagation
+from collective_matmul.jaxprs.walks import Scope
 
 _CALLS = ("jit", "pjit")
 
@@ -21,11 +26,13 @@ Tree = Any
 
 
 class SplitPullback(NamedTuple):
-    """A function and its gradient, in two programs that share no array made of weights alone.
+    """A function and its pullback, in two programs that share no array made of weights alone.
 
     Attributes:
-      forward: ``(weights, x, *others) -> (y, kept)``; what is kept depends on more than weights.
-      backward: ``(weights, kept, dy) -> (d_weights, dx)``.
+      forward: ``(weights, x, *others) -> (y, kept)``. `kept` is a list of arrays, each of which
+        depends on x or others.
+      backward: ``(weights, kept, dy) -> (d_weights, dx)``, as the pullback of `jax.vjp` returns
+        them. The weights have the values that the forward had.
     """
 
     forward: Callable[..., tuple[Tree, list[jax.Array]]]
@@ -35,7 +42,18 @@ class SplitPullback(NamedTuple):
 def split_pullback(
     fun: Callable[..., Tree], weights: Tree, x: Tree, *others: Tree
 ) -> SplitPullback:
-    """Traces a function and its gradient with respect to weights and x."""
+    """Traces a function and its pullback with respect to weights and x.
+
+    Args:
+      fun: ``fun(weights, x, *others) -> y``. Its parts in `jax.checkpoint` keep what their own
+        policies say.
+      weights: a pytree of arrays; shapes, dtypes and varying mesh axes are those of all calls.
+      x: a pytree of arrays, likewise.
+      *others: pytrees of arrays that are not differentiated.
+
+    Returns:
+      Both programs. Arrays that `fun` closes over count as others.
+    """
 
     def both(weights: Tree, x: Tree, *others: Tree) -> Any:
         return jax.vjp(lambda weights, x: fun(weights, x, *others), weights, x)
@@ -75,10 +93,10 @@ def split_pullback(
 
 
 def dependents(jaxpr: Jaxpr, sources: Iterable[Var]) -> set[Var]:
-    """The variables of a jaxpr that depend on any of `sources`, with these.
+    """Finds the variables of a jaxpr that depend on any of `sources`, these included.
 
-    Looks into functions that are jitted and into scans. What goes through a barrier depends on what
-    it was. Of other equations, all results depend on all operands.
+    It follows jitted functions, scans, and each operand of a barrier by itself. Each result of
+    another equation depends on all its operands.
     """
     labels = _Dependents().variables(jaxpr, dict.fromkeys(sources, frozenset({True})))
     return {variable for variable, marks in labels.items() if marks}
@@ -97,8 +115,10 @@ class _Dependents(Propagation):
 
 
 def _without_calls(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """A function that evaluates a jaxpr, and those of functions that are jitted inside, one by one:
-    a call may return both what depends on weights alone and what does not."""
+    """Evaluates a jaxpr, and the equations of jitted functions inside it one by one.
+
+    A call may return both what depends on weights alone and what does not.
+    """
     jaxpr = closed.jaxpr
 
     def execute(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.pytorch.torch_expert_blocks import TorchExpertFeedForward
+from benchmarks.pytorch.llama.torch_expert_blocks import TorchExpertFeedForward
 from benchmarks.pytorch.torch_programs import Place
 from models.config import LlamaConfig
 
@@ -57,7 +57,7 @@ class TorchAttention(nn.Module):
         parts = [p(x).unflatten(-1, size) for p in (self.query, self.key, self.value)]
         query, key, value = (part.unflatten(0, sequences) for part in parts)
         query, key = self.query_norm(query), self.key_norm(key)
-        heads = _rotated(query, *self.waves), _rotated(key, *self.waves), value
+        heads = rotated(query, *self.waves), rotated(key, *self.waves), value
         heads = [x.transpose(1, 2) for x in heads]
         attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         return self.output(attended.transpose(1, 2).flatten(-2).flatten(0, 1))
@@ -117,8 +117,8 @@ class TorchLlama(nn.Module):
         return self.head(self.norm(x))
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns feature i with feature i + head_dim / 2, in float32."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns feature i with feature i + H / 2, in float32: [..., H], with waves [..., H / 2]."""
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return turned.to(x.dtype)

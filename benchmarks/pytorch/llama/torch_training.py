@@ -24,12 +24,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 from torch.nn.attention import SDPBackend
 
-from benchmarks.pytorch import float8_recipe, torch_float8
+from benchmarks.pytorch import float8_recipe
+from benchmarks.pytorch.llama.torch_expert_blocks import TorchExpertFeedForward
+from benchmarks.pytorch.llama.torch_llama import TorchLlama
+from benchmarks.pytorch.programs import torch_float8
 from benchmarks.pytorch.torch_communication import AsyncTensorParallel
-from benchmarks.pytorch.torch_expert_blocks import TorchExpertFeedForward
-from benchmarks.pytorch.torch_llama import TorchLlama
 from benchmarks.pytorch.torch_programs import Place
-from models.config import LlamaConfig
+from models.config import config_from_json
 
 #: The kernels of attention, the preferred one first. CPUs have the last one.
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -48,7 +49,7 @@ class TorchTraining:
         self.losses: list[Tensor] = []
         self.fused = torch_float8.FusedOperators()
         torch.manual_seed(step["seed"])
-        config = LlamaConfig(**step["model"])
+        config = config_from_json(step["model"])
         with place.device:
             positions = torch.arange(step["sequence_length"])
             angles = torch.outer(positions, torch.tensor(step["frequencies"]))

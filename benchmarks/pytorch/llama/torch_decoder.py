@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.pytorch.torch_attention import Attention, DecodeStep
+from benchmarks.pytorch.llama.torch_attention import Attention, DecodeStep
+from benchmarks.pytorch.llama.torch_llama import rotated
 from benchmarks.pytorch.torch_programs import Place
 from models.config import LlamaConfig
 
@@ -277,12 +278,5 @@ def _heads(
     heads = F.linear(normed, weights.qkv).unflatten(-1, (-1, sizes.head_dim))
     counts = sizes.heads, sizes.key_value_heads, sizes.key_value_heads
     query, key, value = heads.split(counts, dim=1)
-    return _rotated(query, cos, sin), _rotated(key, cos, sin), value
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns feature i with feature i + H / 2, in float32: [rows, heads, H], [rows, H / 2]."""
-    first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.to(x.dtype)
+    return rotated(query, cos, sin), rotated(key, cos, sin), value

@@ -10,6 +10,7 @@ keys and values.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,14 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.pytorch.torch_programs import Failure, Measuring, Run, relative_error
+from benchmarks.pytorch.torch_programs import (
+    Failure,
+    Measuring,
+    Run,
+    computed,
+    relative_error,
+    require_right,
+)
 
 #: How keys and values travel, by candidate.
 ROTATIONS = {"torch_context_all_gather": "allgather", "torch_context_all_to_all": "alltoall"}
@@ -69,17 +77,8 @@ class TorchContext:
     def run_of(self, x: Tensor, dy: Tensor, *, differentiated: bool) -> Run:
         """Computes the result, or it and all gradients."""
 
-        def forward() -> list[Tensor]:
-            with torch.no_grad():
-                return [self.layer(x, *self.weights)]
-
         leaves = [array.detach().requires_grad_() for array in (x, *self.weights)]
-
-        def both() -> list[Tensor]:
-            y = self.layer(*leaves)
-            return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-        return both if differentiated else forward
+        return functools.partial(computed, self.layer, leaves, dy if differentiated else None)
 
     def results(self) -> Iterator[dict[str, Any]]:
         """The results of each candidate, forward and then with gradients."""
@@ -100,8 +99,7 @@ class TorchContext:
         differentiated = direction == "gradients"
         set_rotate_method(ROTATIONS[name])
         error = self.worker.largest(self.worker.together(lambda: self.error(differentiated)))
-        if not error < TOLERANCE:
-            raise Failure(f"wrong: relative error {error:.3g} to one device's")
+        require_right(error, TOLERANCE, "one device's")
         torch.cuda.reset_peak_memory_stats()
         with self.divided(self.case["tokens"]) as (x, dy):
             run = self.run_of(x, dy, differentiated=differentiated)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.pytorch.torch_experts import AllToAll, ExpertCollectives
+from benchmarks.pytorch.programs.torch_experts import AllToAll, ExpertCollectives
 from benchmarks.pytorch.torch_programs import Place
 from models.config import LlamaConfig
 

@@ -1,7 +1,7 @@
 """Ways to attend with one token of each sequence to a cache of fixed capacity.
 
-Legend as in `benchmarks.pytorch.torch_decoder`. Positions are on the device, so that one CUDA graph
-computes any token.
+Legend as in `torch_decoder`. Positions are on the device, so that one CUDA graph computes any
+token.
 """
 
 # PyTorch is not a dependency: where it is not installed, nothing here is imported.

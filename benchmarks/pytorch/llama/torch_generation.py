@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from benchmarks.pytorch.torch_attention import ATTENTIONS, Attention, Cache, DecodeStep
-from benchmarks.pytorch.torch_communication import AsyncTensorParallel
-from benchmarks.pytorch.torch_decoder import (
+from benchmarks.pytorch.llama.torch_attention import ATTENTIONS, Attention, Cache, DecodeStep
+from benchmarks.pytorch.llama.torch_decoder import (
     DecoderCollectives,
     Functions,
     TorchDecoder,
@@ -30,8 +29,9 @@ from benchmarks.pytorch.torch_decoder import (
     random_weights,
     sizes_of,
 )
+from benchmarks.pytorch.llama.torch_training import ATTENTION
+from benchmarks.pytorch.torch_communication import AsyncTensorParallel
 from benchmarks.pytorch.torch_programs import Failure, Measuring, Run, relative_error
-from benchmarks.pytorch.torch_training import ATTENTION
 from models.config import config_from_json
 
 #: The modes of `torch.compile` that are tried.

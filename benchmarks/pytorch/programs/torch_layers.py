@@ -12,6 +12,7 @@ Legend: D devices, M rows, K features, F hidden features; all shapes are of one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.pytorch.torch_communication import TorchCommunication
-from benchmarks.pytorch.torch_programs import TorchProgram
+from benchmarks.pytorch.torch_programs import TorchProgram, computed
 
 
 class TorchLayers(TorchProgram):
@@ -58,14 +59,10 @@ class TorchLayers(TorchProgram):
         cotangent: Tensor | None,
     ) -> list[Tensor]:
         """The result; given a cotangent, also the gradients of the state and of every weight."""
-        if cotangent is None:
-            with torch.no_grad():
-                return [_through(communication, state, weights)]
         leaves = [state, *(w for layer_weights in weights for w in layer_weights)]
-        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        pairs = list(zip(leaves[1::2], leaves[2::2], strict=True))
-        result = _through(communication, leaves[0], pairs)
-        return [result.detach(), *torch.autograd.grad(result, leaves, cotangent)]
+        if cotangent is not None:
+            leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        return computed(functools.partial(_through, communication), leaves, cotangent)
 
     def reference(self, layers: int) -> list[Tensor]:
         """The expected result on this device, computed from the whole arrays in float32."""
@@ -153,7 +150,7 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _through(communication, state, weights):
-    for up, down in weights:
+def _through(communication: TorchCommunication, state: Tensor, *weights: Tensor) -> Tensor:
+    for up, down in zip(weights[::2], weights[1::2], strict=True):
         state = feed_forward(communication, state, up, down)
     return state

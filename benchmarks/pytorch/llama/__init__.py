@@ -1,0 +1,1 @@
+"""Llamas: a training step, and prefill with decoding."""

@@ -1,0 +1,1 @@
+"""Single ops, and layers of each kind, with their references."""

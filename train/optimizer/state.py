@@ -1,0 +1,78 @@
+"""The train state: parameters, optimizer state and step count.
+
+The state is one pytree of global arrays::
+
+    {"params": {"layers.0.attention.output.kernel": ..., ...}, "opt_state": ..., "step": int32 []}
+
+Moments are sharded as their parameters are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from train.parallel.model import ModelFunctions, Params
+
+TrainState = dict[str, Any]
+#: The part of a state that no step changes, and no checkpoint has.
+FROZEN = "frozen"
+
+
+def trained_part(state: TrainState) -> TrainState:
+    """The state without what is frozen: what checkpoints have."""
+    return {name: part for name, part in state.items() if name != FROZEN}
+
+
+def weights_of(state: TrainState) -> Params:
+    """All parameters of a state, trained and frozen."""
+    return {**state["params"], **state.get(FROZEN, {})}
+
+
+def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
+    """Global shapes and dtypes of the state."""
+    state = {
+        "params": model.abstract_params,
+        "opt_state": jax.eval_shape(optimizer.init, model.abstract_params),
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    return state | ({FROZEN: model.frozen_params} if model.frozen_params else {})
+
+
+def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
+    """A `PartitionSpec` for every leaf of the state."""
+
+    def masked(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, spec: leaf if masked(leaf) else spec,
+        jax.eval_shape(optimizer.init, model.abstract_params),
+        model.specs,
+        transform_non_params=lambda _: P(),
+        is_leaf=masked,
+    )
+    specs = {"params": model.specs, "opt_state": opt_state, "step": P()}
+    return specs | ({FROZEN: model.frozen_specs} if model.frozen_specs else {})
+
+
+def state_on_mesh(
+    model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
+) -> TrainState:
+    """Global shapes, dtypes and shardings of the state, to restore a checkpoint into.
+
+    The mesh may be abstract.
+    """
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        ),
+        abstract_state(model, optimizer),
+        state_specs(model, optimizer),
+    )
