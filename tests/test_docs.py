@@ -22,14 +22,22 @@ from collective_matmul.dispatch.registry import OPS, unregister_op
 from collective_matmul.operands.format import FORMATS, unregister_format
 from collective_matmul.ops.matmul.backends import BACKENDS, unregister
 from docs import flag_tables
+from models.families import FAMILIES
 from tests.test_conventions import LIBRARY, PUBLIC_MODULES, REPOSITORY
+from train.config.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")], key=lambda page: page.relative_to(ROOT).parts
 )
 #: What pages may register, by name, and how it is removed.
-REGISTERED = ((BACKENDS, unregister), (FORMATS, unregister_format), (OPS, unregister_op))
+REGISTERED = (
+    (BACKENDS, unregister),
+    (FORMATS, unregister_format),
+    (OPS, unregister_op),
+    (FAMILIES, FAMILIES.pop),
+    (OPTIMIZERS, OPTIMIZERS.pop),
+)
 FOLDERS = ("collective_matmul", "models", "train", "benchmarks", "docs", "tests")
 
 

@@ -182,7 +182,7 @@ def sites_of(program: Any, requested: tuple[str, ...] | None = None) -> list[Fou
 def sites_and_keys(
     program: Any, requested: tuple[str, ...] | None = None
 ) -> tuple[list[FoundSite], dict[int, tuple]]:
-    """The same, and the keys of those outside shard_map, by the ids of equations of the program."""
+    """Finds `sites_of` a program, with the keys of those outside shard_map, by ids of equations."""
     rewriter = Rewriter(requested)
     rewriter.rewrite(program)
     return rewriter.found, rewriter.keys

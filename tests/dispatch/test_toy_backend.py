@@ -1,8 +1,8 @@
 """A new backend is one class and one registration: all else follows from its answers.
 
-One toy inherits the reference, as CONTRIBUTING.md advises, and gathers in two halves. Another one
-executes requests by itself, and refuses an op. Nothing of the library is changed here but by
-`register`.
+One toy inherits the reference, as docs/contributing/add_a_backend.md advises, and gathers in two
+halves. Another one executes requests by itself, and refuses an op. Nothing of the library is
+changed here but by `register`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A new op is a request, backends, and one registration: all else follows from their answers.
 
 The op is no matmul: the softmax, row by row, of a gathered x times w. It was written from
-docs/how_to/extending.md. It has a reference, a ring that walks a schedule, and a backward pass that
-is a request of its own. Nothing of the library is changed here but by `register_op`.
+docs/contributing/add_an_op.md. It has a reference, a ring that walks a schedule, and a backward
+pass that is a request of its own. Nothing of the library is changed here but by `register_op`.
 
 Local shapes: x [m, K], w [K, N] -> [D*m, N].
 """

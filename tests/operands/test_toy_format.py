@@ -1,4 +1,4 @@
-"""A format of integers is one class, one matrix and one registration: docs/how_to/extending.md."""
+"""A format of integers is one class and one matrix: docs/contributing/add_an_operand.md."""
 
 from __future__ import annotations
 

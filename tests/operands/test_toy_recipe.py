@@ -1,4 +1,4 @@
-"""A recipe is one class and one registration: docs/how_to/extending.md."""
+"""A recipe is one class and one registration: docs/contributing/add_an_operand.md."""
 
 from __future__ import annotations
 

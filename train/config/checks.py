@@ -18,6 +18,7 @@ from train.config.config import Config, MeshSizes, OptimizerConfig, WeightGather
 from train.config.context import check_context
 from train.config.experts import check_experts, on_tensor_axis
 from train.config.loss_chunks import check_loss_chunk
+from train.config.optimizers import OPTIMIZERS
 
 #: Steps, tokens and their places are counted in int32.
 _LARGEST = 2**31 - 1
@@ -218,7 +219,8 @@ def _check_frozen(config: Config, sizes: MeshSizes) -> None:
          "the plain layers have no adapters and no frozen kernels; choose auto"),
         (config.model.num_experts, f"model.num_experts={config.model.num_experts}",
          "models with experts are trained whole"),
-        (config.lora.rank and config.optimizer.kind == "muon", "optimizer.kind='muon'",
+        (config.lora.rank and OPTIMIZERS[config.optimizer.kind].orthogonalizes,
+         f"optimizer.kind={config.optimizer.kind!r}",
          "adapters are updated by adamw"),
     ):  # fmt: skip
         if refused:
@@ -240,7 +242,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
         ("b1", 0 <= config.b1 < 1, "at least 0 and less than 1"),
         ("b2", 0 <= config.b2 < 1, "at least 0 and less than 1"),
         ("clip_norm", config.clip_norm > 0, "a positive number; inf never clips"),
-        ("kind", config.kind in ("adamw", "muon"), "adamw or muon"),
+        ("kind", config.kind in OPTIMIZERS, " or ".join(OPTIMIZERS)),
         ("muon_momentum", 0 <= config.muon_momentum < 1, "at least 0 and less than 1"),
         (
             "muon_update_rms",

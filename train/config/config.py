@@ -15,6 +15,7 @@ from models.blocks.rematerialization import Remat
 from models.config import LlamaConfig
 from models.parameters.adapters import LoraConfig
 from models.parameters.fp8_layers import DEFAULT_FP8_LAYERS
+from train.config.optimizers import OptimizerConfig
 
 #: ZeRO levels.
 Zero = Literal[0, 1, 2, 3]
@@ -92,45 +93,6 @@ class DistributedConfig:
     """Time without a sign of life after which a process counts as dead and the others end."""
     tensor_across_processes: bool = False
     """Allow a tensor axis that spans processes. Its collective matmuls are NCCL's."""
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW or Muon, with linear warm-up, cosine decay and clipping by global norm."""
-
-    kind: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the matrices between embedding and head; AdamW updates all else."""
-    learning_rate: float = 3e-4
-    """Peak learning rate."""
-    final_learning_rate_fraction: float = 0.1
-    """Learning rate at the end of the cosine decay, as a fraction of the peak."""
-    warmup_steps: int = 100
-    decay_steps: int | None = None
-    """Step at which the decay ends, counted from the first step; from there on the learning rate
-    is constant. Default: the number of steps of the run; a resumed run keeps the schedule that its
-    checkpoint was trained with."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay, applied to matrices but not to norms."""
-    b1: float = 0.9
-    """Decay rate of AdamW's mean of gradients."""
-    b2: float = 0.95
-    """Decay rate of AdamW's mean of squared gradients."""
-    clip_norm: float = 1.0
-    """Maximum global norm of the gradient; larger gradients are scaled down."""
-    muon_momentum: float = 0.95
-    """Decay rate of Muon's mean of gradients."""
-    muon_update_rms: float | None = 0.2
-    """Root mean square of Muon's updates before the learning rate; 0.2 is about that of AdamW, so
-    that one learning rate suits both. None: the root of columns over rows, or 1 if that is more,
-    times an orthogonal matrix."""
-    muon_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype in which Muon's matrices travel and are orthogonalized."""
-
-    def with_schedule_of(self, steps: int) -> OptimizerConfig:
-        """The same with a length of the schedule: its own, or else that of a run of `steps`."""
-        if self.decay_steps is not None:
-            return self
-        return dataclasses.replace(self, decay_steps=max(steps, self.warmup_steps + 1))
 
 
 @dataclass(frozen=True)

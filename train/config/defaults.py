@@ -13,6 +13,7 @@ from models.checkpoint.saved_checkpoint import find_checkpoint
 from models.parameters.adapters import Training
 from train.config.config import Config
 from train.config.model_folder import model_folder, with_model_of
+from train.config.presets import PRESETS
 
 #: Fields with fine-tuning defaults, by dotted name.
 _FINE_TUNING = ("optimizer.learning_rate", "optimizer.warmup_steps", "sequence_length")
@@ -29,13 +30,14 @@ def implied(config: Config) -> dict[str, Any]:
     """The defaults that are not those of the preset: dotted name of a field -> value.
 
     An fsdp axis of several devices shards what it can: ZeRO level 3, or 1 beside frozen weights,
-    which matmuls cannot gather on every mesh. Weights that come from a Hugging Face folder are
-    fine-tuned. A resumed run keeps what its checkpoint was trained with.
+    which matmuls cannot gather on every mesh. An optimizer has a learning rate of its own. Weights
+    that come from a Hugging Face folder are fine-tuned. A resumed run keeps what its checkpoint was
+    trained with.
 
     Args:
       config: what the run is asked for, with the values of its preset for all else.
     """
-    values: dict[str, Any] = {}
+    values = of_optimizer(config)
     is_fine_tuned = model_folder(config) is not None
     if config.mesh.fsdp <= 1 and not is_fine_tuned:
         return values
@@ -68,28 +70,39 @@ def fine_tuning(config: Config) -> dict[str, Any]:
     return dict(zip(_FINE_TUNING, values, strict=True))
 
 
+def of_optimizer(config: Config) -> dict[str, Any]:
+    """The preset's learning rate, which is AdamW's, as one of the run's optimizer, by dotted name;
+    none if it is the same or unknown."""
+    if config.optimizer.relative_rate in (None, 1.0):
+        return {}
+    rate = PRESETS[config.preset]().optimizer.learning_rate * config.optimizer.relative_rate
+    return {"optimizer.learning_rate": float(f"{rate:.1e}")}
+
+
 def usual_learning_rate(config: Config) -> float:
-    """A usual learning rate of AdamW for a model of this size: of adapters, of fine-tuning, or from
-    random weights."""
+    """A usual learning rate of the optimizer for a model of this size: of adapters, of fine-tuning,
+    or from random weights. An optimizer of which none is known has AdamW's."""
     rate = _RATE_OF_8B * (8e9 / config.model.matmul_parameters) ** (1 / 3)
+    rate *= config.optimizer.relative_rate or 1.0
     if config.lora.rank is not None:
         return rate * _FINE_TUNING_FRACTION * _ADAPTERS
     return rate if model_folder(config) is None else rate * _FINE_TUNING_FRACTION
 
 
 def describe_defaults(config: Config) -> list[str]:
-    """The fine-tuning defaults that a new run has taken, as lines to print, and a warning of a
-    learning rate that is far from usual."""
-    lines = []
-    if model_folder(config) is not None and not config.resume:
-        now = traverse_util.flatten_dict(config.to_json(), sep=".")
-        lines = [
-            f"default for fine-tuning: --{name.replace('_', '-')} {value}"
-            for name, value in fine_tuning(config).items()
-            if now[name] == value
-        ]
-    usual = usual_learning_rate(config)
-    if config.optimizer.learning_rate >= _SUSPICIOUS * usual and _has_usual_updates(config):
+    """The defaults of fine-tuning, or of the optimizer, that a new run has taken, as lines to
+    print, and a warning of a learning rate that is far from usual."""
+    what, taken = config.optimizer.kind, of_optimizer(config)
+    if model_folder(config) is not None:
+        what, taken = "fine-tuning", fine_tuning(config)
+    now = traverse_util.flatten_dict(config.to_json(), sep=".")
+    lines = [
+        f"default for {what}: --{name.replace('_', '-')} {value}"
+        for name, value in taken.items()
+        if now[name] == value and not config.resume
+    ]
+    usual, is_known = usual_learning_rate(config), config.optimizer.relative_rate is not None
+    if config.optimizer.learning_rate >= _SUSPICIOUS * usual and is_known:
         lines.append(
             f"warning: optimizer.learning_rate={config.optimizer.learning_rate:g} is"
             f" {config.optimizer.learning_rate / usual:.0f} times what is usual for"
@@ -97,11 +110,6 @@ def describe_defaults(config: Config) -> list[str]:
             " may diverge, or forget what the weights have learnt"
         )
     return lines
-
-
-def _has_usual_updates(config: Config) -> bool:
-    """Whether the updates of the optimizer have about the size of AdamW's."""
-    return config.optimizer.kind == "adamw" or config.optimizer.muon_update_rms is not None
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

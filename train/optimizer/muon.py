@@ -31,6 +31,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from models.families import parameter_of
 from train.config.config import OptimizerConfig
 from train.config.experts import is_expert
+from train.config.optimizers import OPTIMIZERS
 from train.parallel.mesh import all_axes
 
 Params = dict[str, jax.Array]
@@ -110,7 +111,7 @@ def describe_muon(config: OptimizerConfig, params: Mapping[str, jax.ShapeDtypeSt
       config: the optimizer.
       params: global shapes of the parameters, by name.
     """
-    if config.kind != "muon":
+    if not OPTIMIZERS[config.kind].orthogonalizes:
         return []
     count = sum(
         math.prod(leaf.shape[: -sum(map(len, _axes_of(numbers)))])

@@ -10,6 +10,7 @@ import numpy as np
 
 from models.blocks.rematerialization import recomputes_matmuls
 from train.config.experts import balance_weight
+from train.config.optimizers import OPTIMIZERS
 from train.plan.activations import block_activations
 from train.plan.rates import DeviceRates
 from train.plan.shapes import Linear, Shapes
@@ -29,8 +30,8 @@ _EXPERT_ROW_ARRAYS, _EXPERT_HIDDEN_ARRAYS = 3, 5
 _ROUTING_SECONDS = 1e-4
 #: Bytes of passes for each number that is quantized: its maximum, and copies for both directions.
 _QUANTIZATION_BYTES = {"tensorwise": 11, "rowwise": 8, "blockwise": 8}
-#: AdamW reads and writes parameters and two moments in float32.
-_OPTIMIZER_BYTES = 24
+#: An optimizer reads and writes each parameter and each of its moments in float32.
+_READ_AND_WRITTEN = 8
 #: Steps of Newton and Schulz, of Muon.
 _MUON_STEPS = 5
 #: Times that a loop over stacked layers copies what its backward needs.
@@ -212,8 +213,10 @@ class Computation:
         groups = shapes.sizes.data * shapes.sizes.weight_shards
         # XLA leaves a gradient in the compute dtype unless it is summed, or added up.
         gradient = 4 if groups > 1 or shapes.microbatches > 1 else self.width
-        seconds = self.moved(shapes.local_weights, _OPTIMIZER_BYTES + 2 * gradient)
-        return seconds + (self._muon() if shapes.config.optimizer.kind == "muon" else 0.0)
+        optimizer = OPTIMIZERS[shapes.config.optimizer.kind]
+        width = _READ_AND_WRITTEN * (1 + optimizer.moments) + 2 * gradient
+        seconds = self.moved(shapes.local_weights, width)
+        return seconds + (self._muon() if optimizer.orthogonalizes else 0.0)
 
     def _muon(self) -> float:
         """Seconds of Newton and Schulz's steps: products of [n, m], n <= m, and of [n, n]."""

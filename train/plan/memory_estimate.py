@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from train.config.config import Config, MeshSizes
+from train.config.optimizers import OPTIMIZERS
 from train.plan.activations import block_activations
 from train.plan.communication import gathers_in_matmuls
 from train.plan.shapes import Shapes
@@ -73,8 +74,9 @@ class _Step:
     def memory(self) -> MemoryEstimate:
         shapes = self.shapes
         parameters = 4 * shapes.local_weights
-        moments = 2 * parameters
-        if shapes.config.optimizer.kind == "muon":  # One for matrices of blocks.
+        optimizer = OPTIMIZERS[shapes.config.optimizer.kind]
+        moments = optimizer.moments * parameters
+        if optimizer.orthogonalizes:  # One for matrices of blocks.
             moments -= parameters - 4 * shapes.vocabulary_weights / shapes.weight_shards
         most = max((self.head(), self.first_block(), self.end()), key=sum)
         return MemoryEstimate(parameters, moments, *most)
