@@ -17,13 +17,13 @@ from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import RunCounter, count_runs, is_numbered
 from collective_matmul.dispatch.selection import reference_alone
 from collective_matmul.hardware import assumed_rates
+from collective_matmul.jaxprs.collectives import axes_of, collective_seconds
 from collective_matmul.jaxprs.repeats import repeats
 from collective_matmul.jit.compiler import PeerKernels, check_peer_kernels, renamed_fused
 from collective_matmul.jit.graph_functions import check_function
 from collective_matmul.jit.peer_decision import NO_SITE, PeerKernelDecision, decide
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
 from collective_matmul.rewrite import FoundSite, rewritten_program, sites_and_keys, traced_program
-from collective_matmul.rewrite.find.collective_equations import axes_of, collective_seconds
 from collective_matmul.rewrite.find.placements import auto_axes
 from collective_matmul.rewrite.find.report import collective_key, record_considered
 from collective_matmul.rewrite.transform import NOTHING_SHOWN, shows_communication

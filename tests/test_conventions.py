@@ -41,14 +41,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "schedule": ("schedule",),
     "dispatch": ("dispatch",),
     "ops": ("ops",),
-    "users": (
-        "__main__",
-        "explain",
-        "jit",
-        "layers",
-        "rewrite",
-        "tuning",
-    ),
+    "jit": ("jit",),
+    "tuning": ("tuning",),
+    "layers": ("layers",),
+    "rewrite": ("rewrite",),
+    "users": ("__main__", "explain"),
 }
 #: Folders and modules of packages, from the first: each imports from itself and from those before
 #: it. What else is in a package is imported by none of them.

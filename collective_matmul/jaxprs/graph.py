@@ -92,7 +92,17 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 
 def is_pure(equation: JaxprEqn) -> bool:
     """Whether the equation may be moved: it has no effect other than communication."""
-    return all(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
+    return all(map(_is_over_axes, equation.effects))
+
+
+def communicates(equation: JaxprEqn) -> bool:
+    """Whether devices exchange arrays in the equation."""
+    return any(map(_is_over_axes, equation.effects))
+
+
+def _is_over_axes(effect: Any) -> bool:
+    """Whether an effect is that of an equation over mesh axes, which orders nothing."""
+    return type(effect).__name__ == "NamedAxisEffect"
 
 
 def renamed(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:

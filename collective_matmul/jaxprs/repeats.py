@@ -12,10 +12,8 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from collective_matmul.jaxprs.bodies import CALLS, Body, bodies_of, opened
+from collective_matmul.jaxprs.graph import is_pure
 from collective_matmul.jaxprs.walks import Scope
-
-#: The effect of collectives, which orders nothing.
-_OVER_AXES = "NamedAxisEffect"
 
 #: What a variable is: equal for variables that have the same values.
 _Value = Hashable
@@ -79,7 +77,7 @@ class _Numbering:
         for body in bodies:
             steps = 1 if body.steps is None else body.steps
             self._of_jaxpr(body.jaxpr, self._new(opened(body.value).invars), runs * steps)
-        if bodies or not all(type(each).__name__ == _OVER_AXES for each in equation.effects):
+        if bodies or not is_pure(equation):
             return self._new(equation.outvars)
         key = name, self._of_params(equation), *operands
         if key not in self._first:

@@ -20,14 +20,11 @@ from collective_matmul.dispatch.recording import Decision
 from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import PROCESS_COUNTER, RunCounter, totals
 from collective_matmul.hardware import assumed_rates
+from collective_matmul.jaxprs.collectives import collective_seconds, is_collective_kernel
+from collective_matmul.jaxprs.sources import described
 from collective_matmul.jaxprs.walks import all_equations
 from collective_matmul.jit.compiler_sharding import communicating_equation
 from collective_matmul.log import warn_once
-from collective_matmul.rewrite.find.collective_equations import (
-    collective_seconds,
-    is_collective_kernel,
-)
-from collective_matmul.rewrite.find.report import described
 
 #: The gain must be this many times the cost. Predicted times err by 15 %, and sites where these
 #: kernels win gain about half of their time: the true gain may be two thirds of the predicted one.

@@ -21,12 +21,13 @@ from collective_matmul.jaxprs.bodies import (
     with_jaxprs,
 )
 from collective_matmul.jaxprs.graph import Graph
+from collective_matmul.jaxprs.sources import described
 from collective_matmul.jaxprs.walks import ByIdentity, all_equations
 from collective_matmul.rewrite.find.collective_equations import holds_collectives, kind_of
 from collective_matmul.rewrite.find.divergence import EVERYWHERE, Axes, Divergence, Region, Values
 from collective_matmul.rewrite.find.explicit_regions import with_regions
 from collective_matmul.rewrite.find.placements import axes_in, misplaced_by_xla, shows_sharding
-from collective_matmul.rewrite.find.report import FoundSite, described, is_named, is_ours, reported
+from collective_matmul.rewrite.find.report import FoundSite, is_named, is_ours, reported
 from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
 from collective_matmul.rewrite.match.normal_form import inlined, normal_form
 from collective_matmul.rewrite.replace.residuals import (

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from jax.extend.core import JaxprEqn
 
-from collective_matmul.hardware import Rates
-from collective_matmul.jaxprs.graph import type_of
+from collective_matmul.jaxprs.collectives import axes_of
 from collective_matmul.jaxprs.walks import Holds
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "psum"]
@@ -50,43 +48,6 @@ def kind_of(equation: JaxprEqn) -> CollectiveKind | None:
 
 #: Whether a jaxpr has equations with a `kind_of`, at any depth.
 holds_collectives = Holds(kind_of)
-
-
-def axes_of(equation: JaxprEqn) -> tuple:
-    """The mesh axes that a collective communicates over."""
-    parameters = equation.params
-    axes = parameters["axes"] if "axes" in parameters else parameters["axis_name"]
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
-def is_collective_kernel(equation: JaxprEqn) -> bool:
-    """Whether NCCL's kernels execute the equation: any communication but that of permutes."""
-    if equation.primitive.name in ("axis_index", "ppermute"):
-        return False
-    communicates = any(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
-    return communicates and not equation.params.keys().isdisjoint(("axes", "axis_name"))
-
-
-def collective_seconds(equation: JaxprEqn, axis_sizes: Mapping[str, int], gpu: Rates) -> float:
-    """Predicted seconds of a collective alone, over NVLink; 0 over axes of one device.
-
-    Args:
-      equation: an equation that communicates between all devices of its axes.
-      axis_sizes: the sizes of mesh axes.
-      gpu: rates of the devices.
-    """
-    devices = math.prod(axis_sizes.get(axis, 1) for axis in axes_of(equation))
-    if groups := equation.params.get("axis_index_groups"):
-        devices = max(map(len, groups))
-    if devices == 1:
-        return 0.0
-    kind = kind_of(equation)
-    larger = equation.outvars if kind == "all_gather" else equation.invars
-    arrays = map(type_of, larger)
-    size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
-    sums = equation.primitive.name.startswith(("psum", "pmax", "pmin"))
-    passes = 2 if sums else 1
-    return gpu.collective_seconds + passes * size * (devices - 1) / devices / gpu.link_bytes
 
 
 def collective_of(equation: JaxprEqn, axis_sizes: Mapping[str, int]) -> Collective | str:

@@ -22,9 +22,10 @@ from collective_matmul.jaxprs.bodies import (
     jaxprs_of,
     opened,
 )
+from collective_matmul.jaxprs.collectives import axes_of
 from collective_matmul.jaxprs.propagation import NOTHING, Propagation
 from collective_matmul.jaxprs.walks import Holds
-from collective_matmul.rewrite.find.collective_equations import axes_of, holds_collectives
+from collective_matmul.rewrite.find.collective_equations import holds_collectives
 
 #: Mesh axes over which a value may differ between devices.
 Axes = frozenset[str]

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, reshard
 from collective_matmul.dispatch.recording import record, record_decisions
 from collective_matmul.jaxprs.dependencies import Dependencies, EquationGroup, spliced
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
+from collective_matmul.jaxprs.sources import described
 from collective_matmul.rewrite.find.collective_equations import CollectiveKind
 from collective_matmul.rewrite.find.commuting import back_through
 from collective_matmul.rewrite.find.manual_regions import (
@@ -46,12 +47,7 @@ from collective_matmul.rewrite.find.placements import (
     why_unclear,
     without_axes,
 )
-from collective_matmul.rewrite.find.report import (
-    FoundSite,
-    described,
-    is_ours,
-    left_alone_by_type,
-)
+from collective_matmul.rewrite.find.report import FoundSite, is_ours, left_alone_by_type
 
 #: Replaces the sites in a shard_map, and reports on them; the same object if it has none.
 Rewrite = Callable[[JaxprEqn], tuple[JaxprEqn, list[FoundSite]]]

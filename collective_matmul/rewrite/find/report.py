@@ -16,14 +16,11 @@ from collective_matmul.dispatch.decision_table import Line, format_table, line_o
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.dispatch.run_counts import is_numbered
 from collective_matmul.hardware import rates
+from collective_matmul.jaxprs.collectives import axes_of, collective_seconds
 from collective_matmul.jaxprs.graph import type_of
-from collective_matmul.rewrite.find.collective_equations import (
-    CollectiveKind,
-    axes_of,
-    collective_seconds,
-    kind_of,
-)
-from collective_matmul.source_location import SourceLocation, is_library
+from collective_matmul.jaxprs.sources import frames_of, source_of
+from collective_matmul.rewrite.find.collective_equations import CollectiveKind, kind_of
+from collective_matmul.source_location import SourceLocation
 
 #: The name scope of a site's replacement, which profiles show.
 NAME = "collective_matmul.overlap"
@@ -32,19 +29,6 @@ _LIBRARY = Path(__file__).parents[2]
 _OWN_CODE = tuple(
     str(_LIBRARY / name) for name in ("ops", "mosaic_gpu", "operands", "schedule", "_compat.py")
 )
-
-#: Names of primitives that say little, in words.
-_WORDS = {
-    "scan": "a loop (scan)",
-    "while": "a loop (while_loop)",
-    "cond": "a branch (cond)",
-    "custom_jvp_call": "a function with gradients of its own (custom_jvp)",
-    "custom_vjp_call": "a function with gradients of its own (custom_vjp)",
-    "add_any": "a sum of gradients",
-    "select_n": "jnp.where (select_n)",
-    "convert_element_type": "a cast (convert_element_type)",
-    "ragged_dot_general": "lax.ragged_dot",
-}
 
 
 @dataclass(frozen=True)
@@ -143,24 +127,6 @@ def consider(sites: Iterable[FoundSite]) -> None:
         record += (site for site in sites if not site.replaced or site.kept)
 
 
-def described(equation: JaxprEqn) -> str:
-    """An equation as its author knows it, with its line: "relu() at model.py:12"."""
-    name, parameters = equation.primitive.name, equation.params
-    if name in ("jit", "pjit"):
-        name = f"{str(parameters['name']).strip('_')}()"
-    what = _WORDS.get(name, name)
-    source = source_of(equation)
-    return what if source is None else f"{what} at {Path(source.file).name}:{source.line}"
-
-
-def source_of(equation: JaxprEqn) -> SourceLocation | None:
-    """The line of the user's program that an equation comes from."""
-    for frame in _frames(equation):
-        if not is_library(frame.file_name):
-            return SourceLocation(frame.file_name, frame.line_num, frame.function_name)
-    return None
-
-
 def collective_key(equation: JaxprEqn) -> tuple | None:
     """The kind, line and shapes of a gather or a sum that is not part of an op; None for others."""
     kind = kind_of(equation)
@@ -173,17 +139,12 @@ def is_ours(equation: JaxprEqn) -> bool:
     """Whether an op traced the equation, which then is part of a site already."""
     if is_named(equation) or is_numbered(equation):
         return True
-    return any(frame.file_name.startswith(_OWN_CODE) for frame in _frames(equation))
+    return any(frame.file_name.startswith(_OWN_CODE) for frame in frames_of(equation))
 
 
 def is_named(equation: JaxprEqn) -> bool:
     """Whether the equation replaces part of a site, or was derived from such an equation."""
     return NAME in str(equation.source_info.name_stack)
-
-
-def _frames(equation: JaxprEqn) -> Sequence:
-    traceback = equation.source_info.traceback
-    return () if traceback is None else traceback.frames
 
 
 def _shapes(equation: JaxprEqn) -> str:

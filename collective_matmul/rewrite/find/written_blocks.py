@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.jaxprs.bodies import CALLS, bodies_of
-from collective_matmul.jaxprs.graph import Atom, type_of
+from collective_matmul.jaxprs.graph import Atom, communicates, type_of
+from collective_matmul.jaxprs.sources import described
 from collective_matmul.jaxprs.walks import Holds, Scope
 from collective_matmul.rewrite.find.collective_equations import kind_of
-from collective_matmul.rewrite.find.report import described, is_ours
+from collective_matmul.rewrite.find.report import is_ours
 
 _GROUPED = "ragged_dot_general"
 #: Names of primitives of attention in one call, which differ by pass and number format.
@@ -79,7 +80,7 @@ class NumberedEquation:
     @property
     def communicates(self) -> bool:
         """Whether devices exchange arrays."""
-        return any(type(each).__name__ == "NamedAxisEffect" for each in self.equation.effects)
+        return communicates(self.equation)
 
     @property
     def multiplies(self) -> bool:

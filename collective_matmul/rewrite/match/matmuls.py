@@ -15,8 +15,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from collective_matmul.jaxprs.graph import Atom, Shape, type_of
+from collective_matmul.jaxprs.sources import described
 from collective_matmul.ops.matmul.checks import DTYPES
-from collective_matmul.rewrite.find.report import described
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.jaxprs.graph import Atom, Graph, Shape, type_of
+from collective_matmul.jaxprs.sources import described
 from collective_matmul.rewrite.find.collective_equations import Collective
 from collective_matmul.rewrite.find.commuting import (
     CommutingOp,
@@ -19,7 +20,6 @@ from collective_matmul.rewrite.find.commuting import (
     reshaping,
     same_blocks,
 )
-from collective_matmul.rewrite.find.report import described
 from collective_matmul.rewrite.match.matmuls import Matmul, matmul_of
 
 _ADDED = "something is added to its matmul before the sum over devices"

@@ -12,13 +12,14 @@ from collective_matmul._compat import ShardingTypeError
 from collective_matmul.dispatch.recording import record
 from collective_matmul.dispatch.selection import UnsupportedSiteError
 from collective_matmul.jaxprs.graph import Graph, type_of
+from collective_matmul.jaxprs.sources import source_of
 from collective_matmul.log import warn_once
 from collective_matmul.operands.format import PLAIN, format_named
 from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.ops.matmul.call import Call
 from collective_matmul.rewrite.find.collective_equations import kind_of
 from collective_matmul.rewrite.find.divergence import Axes, Divergence
-from collective_matmul.rewrite.find.report import FoundSite, is_ours, reported, source_of
+from collective_matmul.rewrite.find.report import FoundSite, is_ours, reported
 from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
 from collective_matmul.rewrite.find.written_blocks import WrittenBlocks
 from collective_matmul.rewrite.match.einsum_matches import EinsumMatch

@@ -1,0 +1,47 @@
+"""Equations that communicate over mesh axes: which axes, and for how long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jax.extend.core import JaxprEqn
+
+from collective_matmul.hardware import Rates
+from collective_matmul.jaxprs.graph import communicates, type_of
+
+
+def axes_of(equation: JaxprEqn) -> tuple:
+    """The mesh axes that a collective communicates over."""
+    parameters = equation.params
+    axes = parameters["axes"] if "axes" in parameters else parameters["axis_name"]
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def is_collective_kernel(equation: JaxprEqn) -> bool:
+    """Whether NCCL's kernels execute the equation: any communication but that of permutes."""
+    if equation.primitive.name in ("axis_index", "ppermute"):
+        return False
+    return communicates(equation) and not equation.params.keys().isdisjoint(("axes", "axis_name"))
+
+
+def collective_seconds(equation: JaxprEqn, axis_sizes: Mapping[str, int], gpu: Rates) -> float:
+    """Predicted seconds of a collective alone, over NVLink; 0 over axes of one device.
+
+    Args:
+      equation: an equation that communicates between all devices of its axes.
+      axis_sizes: the sizes of mesh axes.
+      gpu: rates of the devices.
+    """
+    devices = math.prod(axis_sizes.get(axis, 1) for axis in axes_of(equation))
+    if groups := equation.params.get("axis_index_groups"):
+        devices = max(map(len, groups))
+    if devices == 1:
+        return 0.0
+    name = equation.primitive.name
+    larger = equation.outvars if name.startswith("all_gather") else equation.invars
+    arrays = map(type_of, larger)
+    size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    sums = name.startswith(("psum", "pmax", "pmin"))
+    passes = 2 if sums else 1
+    return gpu.collective_seconds + passes * size * (devices - 1) / devices / gpu.link_bytes
