@@ -32,8 +32,8 @@ from collective_matmul.ops.attention.request import AttentionRequest
 from collective_matmul.ops.matmul.backend import MatmulBackend as Backend
 from collective_matmul.ops.matmul.backends import BACKENDS, REFERENCE
 from collective_matmul.ops.matmul.checks import RecipeName
-from collective_matmul.ops.matmul.measurement import Stack as SiteProgram
-from collective_matmul.ops.matmul.measurement import StackOperands as SiteOperands
+from collective_matmul.ops.matmul.measured_program import Stack as SiteProgram
+from collective_matmul.ops.matmul.measured_program import StackOperands as SiteOperands
 from collective_matmul.ops.matmul.model_requests import LAYERS, Layer
 from collective_matmul.ops.matmul.request import Site
 from collective_matmul.tuning.timing import Timing, measure

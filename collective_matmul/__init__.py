@@ -14,12 +14,12 @@ from collective_matmul.ops.attention.attend import (
 from collective_matmul.ops.attention.choice import AttentionDecision
 from collective_matmul.ops.attention.context.api import context_attention
 from collective_matmul.ops.attention.context.layout import zigzag_order
-from collective_matmul.ops.attention.context.measurement import ContextRepetitions as _Context  # noqa: F401
+from collective_matmul.ops.attention.context.measured_program import ContextRepetitions as _Context  # noqa: F401
 from collective_matmul.ops.attention.segments import Segments, segments_of_ids, segments_of_lengths
 from collective_matmul.ops.experts.api import expert_mlp
 from collective_matmul.ops.experts.gradients import HIDDEN_CHECKPOINT_NAME
-from collective_matmul.ops.experts.grouped.measurement import GroupedRepetitions as _Grouped  # noqa: F401
-from collective_matmul.ops.experts.measurement import ExpertRepetitions as _Experts  # noqa: F401
+from collective_matmul.ops.experts.grouped.measured_program import GroupedRepetitions as _Grouped  # noqa: F401
+from collective_matmul.ops.experts.measured_program import ExpertRepetitions as _Experts  # noqa: F401
 from collective_matmul.ops.matmul.api import (
     CHECKPOINT_NAME,
     all_gather_matmul,
@@ -27,7 +27,7 @@ from collective_matmul.ops.matmul.api import (
     matmul_reduce_scatter,
 )
 from collective_matmul.ops.matmul.einsum import collective_einsum
-from collective_matmul.ops.matmul.measurement import Stack as _Stack  # noqa: F401  # Registers the ops.
+from collective_matmul.ops.matmul.measured_program import Stack as _Stack  # noqa: F401  # Registers the ops.
 from collective_matmul.ops.matmul.prequantize import prequantize, quantize_frozen
 from collective_matmul.rewrite import overlap
 from collective_matmul.source_location import warn_deprecated

@@ -23,12 +23,12 @@ from collective_matmul.jaxprs.bodies import (
 from collective_matmul.jaxprs.graph import Graph
 from collective_matmul.jaxprs.sources import described
 from collective_matmul.jaxprs.walks import ByIdentity, all_equations
-from collective_matmul.rewrite.find.collective_equations import holds_collectives, kind_of
 from collective_matmul.rewrite.find.divergence import EVERYWHERE, Axes, Divergence, Region, Values
 from collective_matmul.rewrite.find.explicit_regions import with_regions
 from collective_matmul.rewrite.find.placements import axes_in, misplaced_by_xla, shows_sharding
 from collective_matmul.rewrite.find.report import FoundSite, is_named, is_ours, reported
 from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
+from collective_matmul.rewrite.find.supported_collectives import holds_collectives, kind_of
 from collective_matmul.rewrite.match.normal_form import inlined, normal_form
 from collective_matmul.rewrite.replace.residuals import (
     ChunkedResidual,
@@ -36,7 +36,7 @@ from collective_matmul.rewrite.replace.residuals import (
     residuals_of,
 )
 from collective_matmul.rewrite.replace.rules import rewritten_rules
-from collective_matmul.rewrite.replace.sites import SiteTracer, Surroundings, selected_sites
+from collective_matmul.rewrite.replace.site_choice import SiteTracer, Surroundings, selected_sites
 from collective_matmul.rewrite.replace.splice import TracedSite, inside_shard_map, splice
 
 

@@ -17,7 +17,7 @@ import collective_matmul
 from collective_matmul import all_gather_matmul, explain, overlap, overlap_jit
 from collective_matmul.log import warn_once
 from collective_matmul.rewrite import find_sites
-from collective_matmul.rewrite.replace import sites as sites_module
+from collective_matmul.rewrite.replace import site_choice
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 from tests.rewrite.blocks import mlp, programs
@@ -219,7 +219,7 @@ def test_contracting_the_gathered_dimension_after_a_reshape_is_left_alone(
 def test_rows_that_the_axis_does_not_divide_are_left_alone_by_rings_only(
     make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sites_module, "warn_once", functools.cache(warn_once.__wrapped__))
+    monkeypatch.setattr(site_choice, "warn_once", functools.cache(warn_once.__wrapped__))
     program = Program(
         lambda x, w: lax.psum(x @ w, AXIS), [(3, 4), (4, 6)], [P(None, AXIS), P(AXIS)], P()
     )

@@ -16,7 +16,7 @@ from collective_matmul.dispatch.tables.table import COMPUTE_ONLY
 from collective_matmul.operands.format import FORMATS, format_named
 from collective_matmul.ops.matmul import model_requests
 from collective_matmul.ops.matmul.checks import RecipeName
-from collective_matmul.ops.matmul.measurement import Stack, StackOperands
+from collective_matmul.ops.matmul.measured_program import Stack, StackOperands
 from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.ring.backend import RINGS
 

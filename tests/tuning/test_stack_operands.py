@@ -13,7 +13,7 @@ import pytest
 from collective_matmul.operands.format import FORMATS
 from collective_matmul.operands.recipes.recipe import Recipe
 from collective_matmul.ops.matmul.checks import RecipeName
-from collective_matmul.ops.matmul.measurement import StackOperands
+from collective_matmul.ops.matmul.measured_program import StackOperands
 from collective_matmul.ops.matmul.request import Site
 from tests.fp8_reference import (
     dequantized,

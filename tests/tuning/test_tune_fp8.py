@@ -27,7 +27,7 @@ from collective_matmul import (
 from collective_matmul.dispatch.recording import decisions_of
 from collective_matmul.operands.format import FORMATS, PLAIN, format_named
 from collective_matmul.ops.matmul.checks import RecipeName
-from collective_matmul.ops.matmul.measurement import Stack
+from collective_matmul.ops.matmul.measured_program import Stack
 from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.xla import Xla
 from collective_matmul.tuning import tune as tuning

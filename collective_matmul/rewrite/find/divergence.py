@@ -25,7 +25,7 @@ from collective_matmul.jaxprs.bodies import (
 from collective_matmul.jaxprs.collectives import axes_of
 from collective_matmul.jaxprs.propagation import NOTHING, Propagation
 from collective_matmul.jaxprs.walks import Holds
-from collective_matmul.rewrite.find.collective_equations import holds_collectives
+from collective_matmul.rewrite.find.supported_collectives import holds_collectives
 
 #: Mesh axes over which a value may differ between devices.
 Axes = frozenset[str]

@@ -23,7 +23,6 @@ from collective_matmul.dispatch.recording import record, record_decisions
 from collective_matmul.jaxprs.dependencies import Dependencies, EquationGroup, spliced
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
 from collective_matmul.jaxprs.sources import described
-from collective_matmul.rewrite.find.collective_equations import CollectiveKind
 from collective_matmul.rewrite.find.commuting import back_through
 from collective_matmul.rewrite.find.manual_regions import (
     ADDITIONS,
@@ -48,6 +47,7 @@ from collective_matmul.rewrite.find.placements import (
     without_axes,
 )
 from collective_matmul.rewrite.find.report import FoundSite, is_ours, left_alone_by_type
+from collective_matmul.rewrite.find.supported_collectives import CollectiveKind
 
 #: Replaces the sites in a shard_map, and reports on them; the same object if it has none.
 Rewrite = Callable[[JaxprEqn], tuple[JaxprEqn, list[FoundSite]]]

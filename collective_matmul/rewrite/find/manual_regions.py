@@ -19,7 +19,6 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from collective_matmul._compat import ShardingTypeError, ends_the_process, traced_as
 from collective_matmul.jaxprs.bodies import called
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of, variables
-from collective_matmul.rewrite.find.collective_equations import CollectiveKind
 from collective_matmul.rewrite.find.commuting import CommutingOp, commuting_op
 from collective_matmul.rewrite.find.placements import (
     axes_in,
@@ -32,6 +31,7 @@ from collective_matmul.rewrite.find.placements import (
     spec_of,
     without_axes,
 )
+from collective_matmul.rewrite.find.supported_collectives import CollectiveKind
 
 ADDITIONS = {"add": lax.add, "add_any": lax.add, "sub": lax.sub}
 #: Primitives of sums over devices.

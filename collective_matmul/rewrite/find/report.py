@@ -19,7 +19,7 @@ from collective_matmul.hardware import rates
 from collective_matmul.jaxprs.collectives import axes_of, collective_seconds
 from collective_matmul.jaxprs.graph import type_of
 from collective_matmul.jaxprs.sources import frames_of, source_of
-from collective_matmul.rewrite.find.collective_equations import CollectiveKind, kind_of
+from collective_matmul.rewrite.find.supported_collectives import CollectiveKind, kind_of
 from collective_matmul.source_location import SourceLocation
 
 #: The name scope of a site's replacement, which profiles show.

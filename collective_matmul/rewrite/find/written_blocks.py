@@ -26,8 +26,8 @@ from collective_matmul.jaxprs.bodies import CALLS, bodies_of
 from collective_matmul.jaxprs.graph import Atom, communicates, type_of
 from collective_matmul.jaxprs.sources import described
 from collective_matmul.jaxprs.walks import Holds, Scope
-from collective_matmul.rewrite.find.collective_equations import kind_of
 from collective_matmul.rewrite.find.report import is_ours
+from collective_matmul.rewrite.find.supported_collectives import kind_of
 
 _GROUPED = "ragged_dot_general"
 #: Names of primitives of attention in one call, which differ by pass and number format.

@@ -14,8 +14,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.jaxprs.graph import Atom, Graph, Shape, type_of
 from collective_matmul.ops.matmul.equation import Equation
-from collective_matmul.rewrite.find.collective_equations import Collective
 from collective_matmul.rewrite.find.commuting import ShardOp
+from collective_matmul.rewrite.find.supported_collectives import Collective
 from collective_matmul.rewrite.match.gathers import follow
 from collective_matmul.rewrite.match.matmuls import Matmul, unsupported_dot
 from collective_matmul.rewrite.match.sums import back_to_dot

@@ -13,7 +13,6 @@ from jax.extend.core import Var
 
 from collective_matmul.jaxprs.graph import Atom, Graph, Shape, type_of
 from collective_matmul.jaxprs.sources import described
-from collective_matmul.rewrite.find.collective_equations import Collective
 from collective_matmul.rewrite.find.commuting import (
     CommutingOp,
     ShardOp,
@@ -22,6 +21,7 @@ from collective_matmul.rewrite.find.commuting import (
     reshaping,
     scaling,
 )
+from collective_matmul.rewrite.find.supported_collectives import Collective
 from collective_matmul.rewrite.match.matmuls import Matmul, matmul_of
 
 #: Why a gather does not move into equations that may hold its matmuls.

@@ -25,11 +25,11 @@ from jax.extend.core import JaxprEqn, Var
 from collective_matmul.jaxprs.bodies import called, opened, with_jaxprs
 from collective_matmul.jaxprs.graph import Atom, Graph, copied, renamed, type_of, variables
 from collective_matmul.jaxprs.walks import Holds
-from collective_matmul.rewrite.find.collective_equations import holds_collectives, kind_of
 from collective_matmul.rewrite.find.commuting import commuting_op
 from collective_matmul.rewrite.find.placements import reshard_kind
 from collective_matmul.rewrite.find.report import is_named, is_ours
-from collective_matmul.rewrite.match.site_selection import match_at
+from collective_matmul.rewrite.find.supported_collectives import holds_collectives, kind_of
+from collective_matmul.rewrite.match.site_order import match_at
 
 #: Names of the primitive of `jax.checkpoint` in different versions of JAX.
 CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})

@@ -11,7 +11,6 @@ from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.jaxprs.graph import Atom, Graph, Shape, type_of
 from collective_matmul.jaxprs.sources import described
-from collective_matmul.rewrite.find.collective_equations import Collective
 from collective_matmul.rewrite.find.commuting import (
     CommutingOp,
     ShardOp,
@@ -20,6 +19,7 @@ from collective_matmul.rewrite.find.commuting import (
     reshaping,
     same_blocks,
 )
+from collective_matmul.rewrite.find.supported_collectives import Collective
 from collective_matmul.rewrite.match.matmuls import Matmul, matmul_of
 
 _ADDED = "something is added to its matmul before the sum over devices"

@@ -11,9 +11,9 @@ from typing import Literal
 
 from collective_matmul.jaxprs.graph import Atom, Graph, type_of
 from collective_matmul.operands.sharded import WeightShards
-from collective_matmul.rewrite.find.collective_equations import collective_of, kind_of
 from collective_matmul.rewrite.find.commuting import CommutingOp, ShardOp, back_through
 from collective_matmul.rewrite.find.report import is_ours
+from collective_matmul.rewrite.find.supported_collectives import collective_of, kind_of
 from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.match.gathers import GatherMatch, view_of, widens
 from collective_matmul.rewrite.match.matmuls import Matmul

@@ -33,7 +33,7 @@ from collective_matmul.rewrite.find.commuting import ShardOp, divided, scale
 from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.match.gathers import GatherMatch
 from collective_matmul.rewrite.match.matmuls import Matmul
-from collective_matmul.rewrite.match.site_selection import GroupedWgrad, PlacedMatch
+from collective_matmul.rewrite.match.site_order import GroupedWgrad, PlacedMatch
 from collective_matmul.rewrite.match.sums import SumMatch
 from collective_matmul.rewrite.replace.gathered_uses import weight_gradients, whole_array
 

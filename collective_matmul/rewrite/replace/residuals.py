@@ -21,7 +21,7 @@ from collective_matmul.jaxprs.walks import ByIdentity
 from collective_matmul.operands.chunked import Chunked
 from collective_matmul.rewrite.match.gathers import GatheredDot, GatherMatch, dots_of
 from collective_matmul.rewrite.match.normal_form import is_plain_call, narrowed
-from collective_matmul.rewrite.match.site_selection import PlacedMatch, group_wgrads, tie_to_sum
+from collective_matmul.rewrite.match.site_order import PlacedMatch, group_wgrads, tie_to_sum
 from collective_matmul.rewrite.replace.replacements import ResidualRef, wgrad_replacements
 from collective_matmul.rewrite.replace.splice import TracedSite, instantiate, splice, trace
 

@@ -15,7 +15,7 @@ from collective_matmul.explicit_axes import with_type_of
 from collective_matmul.jaxprs.dependencies import spliced
 from collective_matmul.jaxprs.graph import Atom, Graph, copied, renamed, type_of, variables
 from collective_matmul.rewrite.find.report import NAME
-from collective_matmul.rewrite.match.site_selection import PlacedMatch
+from collective_matmul.rewrite.match.site_order import PlacedMatch
 from collective_matmul.rewrite.replace.replacements import Replacement, ResidualRef
 
 

@@ -19,9 +19,9 @@ from collective_matmul.operands.format import FORMATS, PLAIN
 from collective_matmul.operands.grouped import as_array
 from collective_matmul.ops.experts import expert_cost
 from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
-from collective_matmul.ops.experts.grouped.measurement import GroupedRepetitions
+from collective_matmul.ops.experts.grouped.measured_program import GroupedRepetitions
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
-from collective_matmul.ops.experts.measurement import ExpertRepetitions
+from collective_matmul.ops.experts.measured_program import ExpertRepetitions
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.ring import RINGS
 from tests.conftest import MeshFactory

@@ -14,9 +14,9 @@ from collective_matmul.jaxprs.bodies import executes_jaxprs, jaxprs_of
 from collective_matmul.jaxprs.dependencies import Dependencies, EquationGroup
 from collective_matmul.jaxprs.graph import Atom, Graph, is_pure, variables
 from collective_matmul.jaxprs.walks import all_equations
-from collective_matmul.rewrite.find.collective_equations import collective_of, kind_of
 from collective_matmul.rewrite.find.commuting import commuting_op, has_no_gradient
 from collective_matmul.rewrite.find.report import is_ours
+from collective_matmul.rewrite.find.supported_collectives import collective_of, kind_of
 from collective_matmul.rewrite.match.einsum_matches import EinsumMatch, match_einsum
 from collective_matmul.rewrite.match.gathers import GatheredDot, GatherMatch, match_gather
 from collective_matmul.rewrite.match.sums import SumMatch, match_sum

@@ -17,9 +17,12 @@ from collective_matmul.dispatch import repetitions as repeating
 from collective_matmul.dispatch.registry import OPS
 from collective_matmul.dispatch.tables.table import COMPUTE_ONLY, Table
 from collective_matmul.dispatch.tables.table_files import cache_path
-from collective_matmul.ops.experts.grouped.measurement import GroupedRepetitions, balanced_sizes
+from collective_matmul.ops.experts.grouped.measured_program import (
+    GroupedRepetitions,
+    balanced_sizes,
+)
 from collective_matmul.ops.experts.grouped.request import GroupedOp, GroupedRequest
-from collective_matmul.ops.experts.measurement import ExpertRepetitions, balanced_ids
+from collective_matmul.ops.experts.measured_program import ExpertRepetitions, balanced_ids
 from collective_matmul.ops.experts.request import OP, ExpertRequest
 from collective_matmul.tuning import tune as tuning
 from collective_matmul.tuning.timing import Timing

@@ -11,7 +11,7 @@ import pytest
 
 from collective_matmul.dispatch.registry import OPS
 from collective_matmul.dispatch.repetitions import AXIS
-from collective_matmul.ops.attention.context.measurement import ContextRepetitions
+from collective_matmul.ops.attention.context.measured_program import ContextRepetitions
 from collective_matmul.ops.attention.context.request import OP, ContextRequest
 
 

@@ -17,15 +17,15 @@ from collective_matmul.log import warn_once
 from collective_matmul.operands.format import PLAIN, format_named
 from collective_matmul.ops.matmul.backends import REFERENCE
 from collective_matmul.ops.matmul.call import Call
-from collective_matmul.rewrite.find.collective_equations import kind_of
 from collective_matmul.rewrite.find.divergence import Axes, Divergence
 from collective_matmul.rewrite.find.report import FoundSite, is_ours, reported
 from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
+from collective_matmul.rewrite.find.supported_collectives import kind_of
 from collective_matmul.rewrite.find.written_blocks import WrittenBlocks
 from collective_matmul.rewrite.match.einsum_matches import EinsumMatch
 from collective_matmul.rewrite.match.gathers import GatherMatch
 from collective_matmul.rewrite.match.normal_form import has_matmul_beside, inlined
-from collective_matmul.rewrite.match.site_selection import (
+from collective_matmul.rewrite.match.site_order import (
     Match,
     PlacedMatch,
     SiteSelection,
