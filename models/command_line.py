@@ -134,7 +134,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What an error says; of the operating system's, with the file first."""
+    """Describes an error; one of the operating system's with the file first."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}; give a path that can be read or written"
     return str(error)

@@ -215,7 +215,7 @@ class LlamaConfig:
         return self.padded_vocabulary_size or self.vocabulary_size
 
     def padded_for(self, size: int) -> LlamaConfig:
-        """The same with a vocabulary that a tensor axis of this size divides, padded if need be.
+        """Pads the vocabulary, if need be, so that a tensor axis of this size divides it.
 
         Padded sizes are multiples of 128, so that other axes divide them too. A size that is set
         stays.

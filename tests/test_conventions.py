@@ -319,7 +319,7 @@ def docstring_openers(tree: SourceTree) -> Findings:
     """Docstrings that say something about a thing before they say what it is."""
     for module in tree.modules:
         openers = r"(The same|It|What|As|Of|That of|Those)\b"
-        if module.name.partition(".")[0] not in (LIBRARY, "docs"):
+        if module.name.partition(".")[0] not in (*PROGRAMS, "docs"):
             openers = r"(Of|That of|Those|As of)\b"
         for place, docstring in module.docstrings():
             if re.match(openers, docstring):

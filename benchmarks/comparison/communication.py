@@ -120,7 +120,7 @@ class Partitioned(Communication):
 
 
 class Rewritten(PlainJax):
-    """The same, in programs that `collective_matmul.overlap` rewrites, with its `fp8`."""
+    """Programs with plain collectives that `collective_matmul.overlap` rewrites, with its `fp8`."""
 
     def __init__(self, fp8: RecipeName | None = None):
         self.fp8: RecipeName | None = fp8
@@ -145,7 +145,7 @@ class ExplicitAxes(Communication):
 
 
 class RewrittenJit(ExplicitAxes):
-    """The same, of which `collective_matmul.overlap` rewrites what is differentiated."""
+    """Programs whose differentiated function `collective_matmul.overlap` rewrites."""
 
     def __init__(self, fp8: RecipeName | None = None):
         self.fp8: RecipeName | None = fp8

@@ -43,7 +43,7 @@ class Operands:
         self.mesh, self.dtype = mesh, dtype
 
     def with_explicit_axes(self) -> Operands:
-        """The same, on a mesh whose axes are Explicit."""
+        """These operands on a mesh whose axes are Explicit."""
         names = self.mesh.axis_names
         types = (AxisType.Explicit,) * len(names)
         return Operands(Mesh(self.mesh.devices, names, axis_types=types), self.dtype)

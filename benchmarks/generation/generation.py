@@ -82,7 +82,7 @@ class Generation(Settings):
 
 @dataclass
 class Measured:
-    """What is known of one batch."""
+    """Measurements of one batch."""
 
     times: Times = field(default_factory=lambda: {"prefill": {}, "decode": {}})
     """Seconds of a prefill and of a decoded token, in each group, by candidate."""
@@ -312,7 +312,7 @@ def _disagreements(tokens: dict[str, np.ndarray]) -> dict[str, str]:
 
 
 def _bytes(generator: Generator, batch: int, prompt: int) -> int:
-    """What a token reads: weights, and keys and values of the prompt."""
+    """Bytes that a token reads: weights, and keys and values of the prompt."""
     config, size = generator.config, jnp.dtype(next(iter(generator.abstract_params.values())).dtype)
     weights = sum(
         math.prod(leaf.shape)

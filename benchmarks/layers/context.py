@@ -145,7 +145,7 @@ def plain(layout: str) -> Attend:
 
 
 def attention_of(name: str) -> tuple[Attend, str]:
-    """What a candidate attends with, and its layout."""
+    """Returns a candidate's attention and its layout."""
     if name in (_PLAIN, _PLAIN_CONTIGUOUS):
         layout = "zigzag" if name == _PLAIN else "contiguous"
         return plain(layout), layout

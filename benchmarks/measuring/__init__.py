@@ -1,1 +1,1 @@
-"""What all benchmarks share: settings, the machine, reports and their tables, profiles."""
+"""Shared by all benchmarks: settings, the machine, reports and their tables, profiles."""

@@ -97,7 +97,7 @@ def times(content: Content) -> str:
 
 
 def training_steps(content: Content) -> str:
-    """What training steps take, with a row for each candidate of each case."""
+    """Makes the table of training steps' times, with a row for each candidate of each case."""
     rows = []
     for case in content["cases"]:
         for name, result in case["candidates"].items():

@@ -55,7 +55,7 @@ class Ring(PlainJax):
     """Two devices' ring of permutes, forward: the products of a gather are joined at last."""
 
     def others(self, x):
-        """What the other device has."""
+        """Returns the other device's array."""
         return lax.ppermute(x, AXIS, [(0, 1), (1, 0)])
 
     def all_gather_matmul(self, rows, ws):
@@ -78,7 +78,7 @@ class Ring(PlainJax):
 
 
 class RingInPlace(Ring):
-    """The same, but each product of a gather is written into its place."""
+    """A ring in which each product of a gather is written into its place."""
 
     def all_gather_matmul(self, rows, ws):
         other = self.others(rows)
@@ -95,7 +95,7 @@ class RingInPlace(Ring):
 
 
 class RingOfGathers(Ring):
-    """The same with all-gathers: NCCL leaves them to copy engines if ``NCCL_CTA_POLICY=2``.
+    """A ring of all-gathers: NCCL leaves them to copy engines if ``NCCL_CTA_POLICY=2``.
 
     What a device has already is copied too.
     """

@@ -1,4 +1,4 @@
-"""What the commands share that time PyTorch's layers, each a line of the output."""
+"""Shared by the commands that time PyTorch's layers, each a line of the output."""
 
 from __future__ import annotations
 

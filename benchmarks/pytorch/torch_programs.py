@@ -49,7 +49,7 @@ class Place:
 
 
 class Measuring(Protocol):
-    """What is used of a worker. All devices do each of these together."""
+    """The part of a worker that programs use. All devices do each of these together."""
 
     place: Place
     compiler: str | None

@@ -136,7 +136,7 @@ class Worker:
         dist.destroy_process_group()
 
     def measurement_of(self, case: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-        """What measures a case, by what it describes."""
+        """Returns the measurement of a case, by what it describes."""
         if "prompt" in case:
             return functools.partial(self.measure_program, TorchGeneration)
         if "experts" in case:
@@ -313,7 +313,7 @@ class Worker:
         return value
 
     def captured(self, run: Run) -> Run:
-        """As one CUDA graph, which shares memory with the others of the case."""
+        """Captures one CUDA graph, which shares memory with the others of the case."""
         self.graphs = self.graphs or GraphPool()
         return self.graphs.captured(run)
 

@@ -116,7 +116,7 @@ def part_of(event: Event, names: Mapping[str, str]) -> tuple[str, str]:
 
 
 class Rates(NamedTuple):
-    """What programs reach on a device, in FLOP/s of bfloat16 matmuls and bytes/s of its memory."""
+    """Rates that programs reach on a device, in FLOP/s of bfloat16 matmuls and bytes/s of memory."""
 
     flops: float
     memory: float

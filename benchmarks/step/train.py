@@ -95,7 +95,7 @@ class TrainCase:
         )
 
     def mesh_sizes(self, devices: int) -> MeshSizes:
-        """What flags of the trainer say; else one axis: fsdp with ZeRO, tensor without."""
+        """Mesh sizes of the trainer's flags; else one axis: fsdp with ZeRO, tensor without."""
         config = self.config()
         sizes = MeshSizes(fsdp=devices) if self.zero else MeshSizes(tensor=devices)
         if config.mesh != MeshConfig():

@@ -111,7 +111,7 @@ def apply_blocks(
 )
 @dataclass(frozen=True)
 class _Blocks:
-    """What blocks need, and what of them waits.
+    """Weights that blocks need, and gradients of theirs that wait.
 
     Attributes:
       use: what makes weights of parameters, and gradients of parameters of those of weights.

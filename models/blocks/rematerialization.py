@@ -1,4 +1,4 @@
-"""What the backward of a block computes again."""
+"""Rematerialization: which results the backward of a block computes again."""
 
 from __future__ import annotations
 

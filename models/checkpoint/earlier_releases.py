@@ -1,4 +1,4 @@
-"""What checkpoints of earlier releases say: other names of settings, and fewer of them."""
+"""Checkpoints of earlier releases: other names of settings, and fewer of them."""
 
 from __future__ import annotations
 

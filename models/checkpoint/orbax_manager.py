@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, as orbax writes it."""
+"""The parts of a checkpoint, as orbax writes them."""
 
 from __future__ import annotations
 

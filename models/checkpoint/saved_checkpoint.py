@@ -308,7 +308,7 @@ def _signatures(tree: Any) -> dict[str, str]:
 
 
 def failure_reason(error: BaseException) -> str:
-    """What an error of the operating system, orbax or TensorStore says, without source locations.
+    """Describes an error of the operating system, orbax or TensorStore, without source locations.
 
     The beginning of a long text names the file, and its end says what happened.
     """

@@ -1,4 +1,4 @@
-"""What all families share: the common keys of config.json, in both directions."""
+"""Shared by all families: the common keys of config.json, in both directions."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _of_experts(
     outputs: Dimensions,
     turn: tuple[int, int] = (0, 1),
 ) -> Parameter:
-    """What all experts of a layer have in one tensor. The columns of gate and up take turns."""
+    """One tensor of all experts of a layer. The columns of gate and up take turns."""
     role: Role = "expert" if inputs else "vector"
     path, tensor = f"layers.experts.{ours}", f"model.layers.{{layer}}.mlp.experts.{theirs}"
     return Parameter(

@@ -167,7 +167,7 @@ def _yarn_scaling(parameters: ConfigValues, longest_context: int, place: str) ->
 
 
 def _attention_factor(parameters: ConfigValues, factor: float) -> float | None:
-    """What a file says of it; None for what follows from the factor."""
+    """The factor that a file gives; None for what follows from the factor."""
     if parameters["attention_factor"] is not None:
         return float(parameters["attention_factor"])
     scale, whole = parameters["mscale"], parameters["mscale_all_dim"]

@@ -184,7 +184,7 @@ class Generator:
 
     @property
     def _unit(self) -> int:
-        """What divides padded lengths: devices have two chunks, and tensor devices equal rows."""
+        """The unit of padded lengths: devices have two chunks, and tensor devices equal rows."""
         return math.lcm(_SHORTEST, self._context * math.lcm(2, self.mesh.shape[AXIS]))
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:

@@ -161,7 +161,7 @@ def read_json_object(path: str | Path, max_bytes: int) -> dict[str, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in one short line that can be printed, whatever a file put into it."""
+    """Describes an error in one short line that can be printed, whatever a file put into it."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     text = " ".join(text.split())
     text = "".join(c if c.isprintable() else "?" for c in text)

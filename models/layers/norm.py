@@ -42,7 +42,7 @@ class RMSNorm(nnx.Module):
 
 @jax.custom_vjp
 def _gradients_tied(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same, whose gradients wait for each other."""
+    """Normalizes, with gradients that wait for each other."""
     return x, scale
 
 

@@ -49,7 +49,7 @@ def _kept_by_yarn(scaling: RotaryScaling, config: LlamaConfig) -> np.ndarray:
 
 
 def attention_factor(config: LlamaConfig) -> float:
-    """What rotated queries and keys are multiplied by: 1 unless YaRN scales them."""
+    """The factor of rotated queries and keys: 1 unless YaRN scales them."""
     scaling = config.rotary_scaling
     if scaling.kind != "yarn":
         return 1.0

@@ -117,7 +117,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, axis_name: str) -> jax.
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _cross_entropy(logits: jax.Array, columns: jax.Array, axis_name: str) -> jax.Array:
-    """The same for targets as columns of the local logits; V/D stands for other devices'."""
+    """Computes losses of targets as columns of the local logits; V/D stands for other devices'."""
     return _forward(logits, columns, axis_name)[0]
 
 

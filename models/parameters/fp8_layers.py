@@ -26,7 +26,7 @@ def recipes(fp8: str, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def scopes(fp8: str | None, patterns: Sequence[str]) -> Any:
-    """The same by scope, as `collective_matmul.overlap` takes it; None without a recipe."""
+    """Recipes by scope, as `collective_matmul.overlap` takes it; None without a recipe."""
     if fp8 is None:
         return None
     chosen = recipes(fp8, patterns).items()

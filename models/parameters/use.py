@@ -1,4 +1,4 @@
-"""What is done to parameters where a model uses them, and to their gradients.
+"""Operations on parameters where a model uses them, and on their gradients.
 
 A trainer that shards parameters gives a `ParameterUse` to the model. The model applies it to the
 parameters of one block at a time, so what it communicates can overlap with other blocks.
@@ -105,6 +105,6 @@ def as_float32(gradients: Tree) -> Tree:
 
 
 def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """The same array, typed as varying over mesh axes too."""
+    """Returns the array, typed as varying over mesh axes too."""
     missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
     return lax.pcast(x, missing, to="varying") if missing else x

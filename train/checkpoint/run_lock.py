@@ -64,6 +64,6 @@ class RunLock:
 
 
 def lock_owner(directory: Path) -> str | None:
-    """What the lock file of a directory says of the last run; None if there is no file."""
+    """Reads what the lock file of a directory says of the last run; None if there is no file."""
     path = directory / LOCK_FILE
     return path.read_text(errors="replace") if path.exists() else None

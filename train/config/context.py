@@ -16,14 +16,14 @@ BACKENDS = ("xla", "gather", "ulysses", "ring")
 
 
 def context_implementation(config: Config) -> tuple[str, ...] | None:
-    """What sends keys and values, as `context_attention` takes it; None chooses."""
+    """The implementation of `context_attention` that sends keys and values; None chooses."""
     if config.context_attention != "auto":
         return tuple(config.context_attention.split(","))
     return tuple(name for name in config.overlap.split(",") if name in BACKENDS) or None
 
 
 def sequence_unit(sizes: MeshSizes) -> int:
-    """What has to divide the length of sequences on a mesh with a context axis."""
+    """The divisor of the length of sequences on a mesh with a context axis."""
     return sizes.context * math.lcm(2, sizes.tensor)
 
 

@@ -62,7 +62,7 @@ def hidden_devices(config: Config, sizes: MeshSizes) -> int:
 
 
 def expert_implementation(overlap: str) -> tuple[str, ...] | None:
-    """What exchanges tokens with a value of `Config.overlap`; None chooses."""
+    """The implementation that exchanges tokens, for a value of `Config.overlap`; None chooses."""
     return tuple(name for name in overlap.split(",") if name in _BACKENDS) or None
 
 

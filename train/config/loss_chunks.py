@@ -46,7 +46,7 @@ def check_loss_chunk(config: Config, sizes: MeshSizes) -> None:
 
 
 def describe_loss_chunks(config: Config, sizes: MeshSizes) -> list[str]:
-    """What is computed in chunks, as lines to print; none if nothing is."""
+    """Describes the loss in chunks, in lines to print; none if it is computed at once."""
     tokens, chunk = _tokens(config, sizes), loss_chunk(config, sizes)
     if chunk is None or chunk >= tokens:
         return []

@@ -16,7 +16,7 @@ import optax
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What there is to know of an optimizer.
+    """An optimizer: how it is made, its state and its usual learning rate.
 
     Attributes:
       make: its transformation, from the options, the learning rate, and a function from parameters
@@ -98,7 +98,7 @@ class OptimizerConfig:
     """Dtype in which Muon's matrices travel and are orthogonalized."""
 
     def with_schedule_of(self, steps: int) -> OptimizerConfig:
-        """The same with a length of the schedule: its own, or else that of a run of `steps`."""
+        """Fixes the length of the schedule: the one given, or else that of a run of `steps`."""
         if self.decay_steps is not None:
             return self
         return dataclasses.replace(self, decay_steps=max(steps, self.warmup_steps + 1))

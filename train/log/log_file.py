@@ -121,7 +121,7 @@ def _remove_incomplete_line(path: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """The same JSON, with null in place of numbers that are not finite."""
+    """Returns the JSON value with null in place of numbers that are not finite."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -133,7 +133,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model makes of held-out text; the field names are the keys of the log file."""
+    """Losses of held-out text; the field names are the keys of the log file."""
 
     loss: float
     """Mean cross-entropy per token, in nats."""

@@ -1,4 +1,4 @@
-"""What a log says about its run: the configuration, the versions and the hardware."""
+"""The record of a run in its log: the configuration, the versions and the hardware."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """What does not depend on the batch or on remat."""
+        """Bytes that do not depend on the batch or on remat."""
         return self.parameters + self.optimizer_state
 
     @property
@@ -130,7 +130,7 @@ def advice(
 
 
 def _advice_about_state(config: Config, sizes: MeshSizes, memory: Memory, limit: int) -> str:
-    """What helps where no sequence is short enough: more shards, fewer moments, other GPUs."""
+    """Advises where no sequence is short enough: more shards, fewer moments, other GPUs."""
     devices = -(-memory.state * _shards(config, sizes) // limit)
     fsdp = 1 << (-(-devices // sizes.tensor) - 1).bit_length()
     ways = [

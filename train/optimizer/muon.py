@@ -165,7 +165,7 @@ def to_shards(whole: jax.Array, sharding: Sharding, divided: Sequence[str] = ())
 
 
 class _Group(NamedTuple):
-    """What matrices have in common that travel together.
+    """Properties that matrices share if they travel together.
 
     Attributes:
       local: local shape of a matrix.
@@ -198,7 +198,7 @@ def _orthogonalize_all(updates: Params, config: OptimizerConfig, specs: Mapping[
 
 
 def _orthogonalize_group(arrays: Sequence[jax.Array], group: _Group) -> list[jax.Array]:
-    """The same for matrices of one group, each array [any number, *local], without the scale.
+    """Orthogonalizes matrices of one group, each array [any number, *local], without the scale.
 
     A batch depends on its own matrices alone, so XLA may communicate it before, while or after it
     multiplies another one.

@@ -115,7 +115,7 @@ def explicit_loss_and_grads(
 
 @jax.named_scope("weights")
 def _variables(model: ModelFunctions, params: Params) -> Params:
-    """What to differentiate with respect to: the parameters, with matrices in the dtype in which
+    """The variables of differentiation: the parameters, with matrices in the dtype in which
     they are used. ZeRO level 3 casts these where it gathers them."""
     if model.zero == 3:
         return params

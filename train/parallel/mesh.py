@@ -94,7 +94,7 @@ def make_mesh(sizes: MeshSizes) -> Mesh:
 
 
 def make_abstract_mesh(sizes: MeshSizes, device: AbstractDevice | None = None) -> AbstractMesh:
-    """The same mesh without devices, for tracing; `device` is the kind to trace for."""
+    """Makes the mesh without devices, for tracing; `device` is the kind to trace for."""
     axes = sizes.by_axis
     types = (AxisType.Auto,) * len(axes)
     sizes_and_names = tuple(axes.values()), tuple(axes)
@@ -119,5 +119,5 @@ def shard_axes() -> tuple[str, ...]:
 
 
 def shard_axes_of(sizes: MeshSizes) -> tuple[str, ...]:
-    """The same of a mesh of these sizes."""
+    """Returns the shard axes of a mesh of these sizes."""
     return tuple(axis for axis in sizes.by_axis if axis in _SHARD_AXES)

@@ -316,7 +316,7 @@ class ModelFunctions:
         )
 
     def _parameter_use(self, config: Config) -> ParameterUse | None:
-        """What is done to parameters where they are used; None if some are frozen."""
+        """Returns what is done to parameters where they are used; None if some are frozen."""
         if Training(config.lora, config.freeze).freezes:
             return None
         if self.accumulates and self.zero < 2:

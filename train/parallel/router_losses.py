@@ -63,7 +63,7 @@ def of_all_devices(own: RouterStatistics) -> RouterStatistics:
 
 
 def router_metrics(own: RouterStatistics | None) -> dict[str, jax.Array]:
-    """What is logged of the routers of a step: see `train.log.metrics.Record`. `own` are the
+    """Returns what is logged of a step's routers: see `train.log.metrics.Record`. `own` are the
     statistics of this device's tokens; nothing is logged without any."""
     if own is None:
         return {}

@@ -37,7 +37,7 @@ from train.parallel.parameter_shards import gather, replica_axes, scatter, sum_o
 
 @jax.named_scope("weights")
 def gathered_weights(model: ModelFunctions, params: Params) -> Weights | None:
-    """What is made once per step: local parameters, with weights whole and in compute dtype; None
+    """Makes, once per step, local parameters, with weights whole and in compute dtype; None
     if each use makes its weights.
 
     With accumulation, weights that layers multiply in 8 bits are `Quantized`: quantized
@@ -75,7 +75,7 @@ def whole_trained(model: ModelFunctions, params: Params) -> Params:
 
 
 def variables(model: ModelFunctions, params: Params, gathered: Weights | None) -> Params:
-    """What to differentiate with respect to.
+    """The variables of differentiation.
 
     Without accumulation they are the local parameters. With it, each device accumulates gradients
     of its own sequences: the variables are typed as varying over data and fsdp, so that JAX does
@@ -117,7 +117,7 @@ def summed_gradients(model: ModelFunctions, gradients: Params) -> Params:
 
 
 def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> list[str]:
-    """What is sharded or replicated over the fsdp axis, as lines to print; none without one."""
+    """Describes what fsdp shards or replicates, in lines to print; none without one."""
     if config.zero and not model.zero:
         return [
             f"zero={config.zero}: nothing is sharded, as mesh.fsdp=1; give --mesh.fsdp more devices"

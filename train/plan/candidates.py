@@ -30,7 +30,7 @@ _LEAST_TOKENS_OF_CONTEXT = 4096
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan is for.
+    """The GPUs that a plan is for.
 
     Attributes:
       devices: number of GPUs.
@@ -167,7 +167,7 @@ def _shardings(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:
 
 
 def _fitting(config: Config, sizes: MeshSizes, machine: Machine, plan: Plan) -> Iterator[Candidate]:
-    """What fits of all kinds of remat, loops and numbers of microbatches."""
+    """Yields what fits of all kinds of remat, loops and numbers of microbatches."""
     options = {"network_bytes": machine.network_bytes, "attention": machine.attention}
     for changes in _microbatches_and_remat(config, sizes):
         changed = dataclasses.replace(config, **changes)

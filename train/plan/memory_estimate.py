@@ -42,7 +42,7 @@ class MemoryEstimate:
 
     @property
     def state(self) -> float:
-        """What does not depend on the batch."""
+        """Bytes that do not depend on the batch."""
         return self.parameters + self.optimizer_state
 
     @property

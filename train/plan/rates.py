@@ -36,7 +36,7 @@ class AttentionRates(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What programs reach on one kind of GPU.
+    """Rates that programs reach on one kind of GPU.
 
     Attributes:
       matmul_flops: long matmuls of bfloat16 within a training step.

@@ -138,7 +138,7 @@ def _flops_per_token(config: Config) -> float:
 
 
 def _extrapolated(config: Config, sizes: MeshSizes, device_kind: str, network_bytes: float) -> str:
-    """What of a prediction was measured on no machine of this kind."""
+    """The part of a prediction that was measured on no machine of this kind."""
     reasons = []
     if sizes.devices > GPUS_OF_A_NODE:
         reasons.append(f"{network_bytes / 1e9:g} GB/s per GPU between nodes")

@@ -1,4 +1,4 @@
-"""What the processes of a run decide together: to refuse invalid input, and to stop after a step.
+"""Decisions of all processes of a run: to refuse invalid input, and to stop after a step.
 
 Every process calls these functions in the same order, as each waits for the others. Texts go
 through the coordination service of `jax.distributed`, so they arrive where devices cannot

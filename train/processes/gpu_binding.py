@@ -44,7 +44,7 @@ class InstalledGpu(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a process says of its GPUs.
+    """A process's description of its GPUs.
 
     Attributes:
       names: those that it sees.
@@ -132,7 +132,7 @@ def visible_gpus(
 
 
 def _find(entry: str, installed: Sequence[InstalledGpu]) -> list[VisibleGpu]:
-    """What an entry of CUDA_VISIBLE_DEVICES names; a UUID may be cut off."""
+    """Finds the GPU that an entry of CUDA_VISIBLE_DEVICES names; a UUID may be cut off."""
     if entry.isdecimal():
         gpus = installed[int(entry) : int(entry) + 1]
     elif not entry.startswith(("GPU-", "MIG-")):
@@ -150,7 +150,7 @@ def _find(entry: str, installed: Sequence[InstalledGpu]) -> list[VisibleGpu]:
 
 
 def view(variables: Mapping[str, str], seen: Sequence[VisibleGpu]) -> View:
-    """What this process says of the GPUs that it sees.
+    """Returns what this process says of the GPUs that it sees.
 
     Raises:
       ValueError: a variable of JAX names GPUs that it does not see.

@@ -1,4 +1,4 @@
-"""What Slurm, Open MPI and Kubernetes tell a process about the run that it is part of.
+"""Launchers: how Slurm, Open MPI and Kubernetes tell a process about its run.
 
 Reads environment variables alone: nothing here connects to anything, or imports JAX.
 """

@@ -143,7 +143,7 @@ def _forward_errors(child: subprocess.Popen[bytes]) -> str:
 
 
 def _read(pipe: int) -> bytes | None:
-    """What there is to read; b"" at the end, None if there is nothing yet."""
+    """Reads what there is; b"" at the end, None if there is nothing yet."""
     try:
         return os.read(pipe, 1 << 16)
     except BlockingIOError:

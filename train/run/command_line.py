@@ -170,7 +170,7 @@ def announce(setup: Setup, console: Console) -> None:
 
 
 def describe_held_out(setup: Setup) -> list[str]:
-    """What is evaluated, and a warning if it is not held out."""
+    """Describes what is evaluated, and a warning if it is not held out."""
     config, text = setup.config, setup.held_out
     if text is None:
         return []

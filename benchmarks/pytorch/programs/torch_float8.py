@@ -183,7 +183,7 @@ class TorchFloat8Layers(TorchLayers):
 
 
 def _run(layers: nn.Module, state: Tensor, cotangent: Tensor | None) -> list[Tensor]:
-    """As `TorchLayers.run`."""
+    """Runs the layers, see `TorchLayers.run`."""
     if cotangent is None:
         return computed(layers, [state], None)
     leaves = [state.detach().requires_grad_(), *layers.parameters()]

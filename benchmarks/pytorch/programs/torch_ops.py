@@ -43,7 +43,7 @@ OPS = {op.__name__: op for op in (all_gather_matmul, matmul_reduce_scatter, matm
 
 
 class TorchOps(TorchProgram):
-    """The same op over and over: the next starts when the last has ended."""
+    """One op over and over: the next starts when the last has ended."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)

@@ -43,7 +43,7 @@ _IMPORTED_LATER = (
 
 
 class _Refusal(Exception):
-    """What is wrong, in words."""
+    """An error with what is wrong, in words."""
 
 
 def main() -> None:
@@ -253,7 +253,7 @@ def _read_message(parent: int) -> Any:
 
 
 def _read(count: int) -> bytes:
-    """As many bytes, or none if the pipe is closed before."""
+    """Reads exactly this number of bytes, or none if the pipe is closed before."""
     content = bytearray()
     while len(content) < count:
         part = os.read(_INPUT, min(count - len(content), 2**20))
