@@ -127,7 +127,7 @@ OP_MODULES = (
     "backend",
     "backends",
     "checks",
-    "measurement",
+    "measured_program",
     "xla",
 )
 REGISTRIES = tuple(

@@ -116,7 +116,7 @@ def part_of(event: Event, names: Mapping[str, str]) -> tuple[str, str]:
 
 
 class Rates(NamedTuple):
-    """Rates that programs reach on a device, in FLOP/s of bfloat16 matmuls and bytes/s of memory."""
+    """Rates that programs reach on a device: FLOP/s of bfloat16 matmuls, bytes/s of memory."""
 
     flops: float
     memory: float

@@ -67,7 +67,7 @@ class BlockLoop(Protocol):
         ...
 
     def run_reversed(self, step: Step, carry: Carry, last: Tree) -> tuple[Carry, Any, Tree]:
-        """Runs the blocks from the last to the first. Results are gradients, as are those of `last`,
+        """Runs the blocks from the last to the first. Results are gradients, as those of `last`,
         which follows the blocks.
 
         Returns:
