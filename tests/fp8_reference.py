@@ -22,6 +22,12 @@ from collective_matmul.operands.scaled.packed_rows import PackedRows
 from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix
 from tests.reference import AXIS, Case, Comparison, Outcome
 
+#: The recipes that the library ships and this reference knows. A recipe that is registered besides
+#: has tests of its own.
+SHIPPED_RECIPES = {
+    name: FORMATS[name] for name in ("tensorwise", "rowwise", "blockwise") if name in FORMATS
+}
+
 
 # Compiled once for all shards of a shape; operation by operation they take most of a test's time.
 @functools.partial(jax.jit, static_argnums=(1, 2))

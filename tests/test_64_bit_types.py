@@ -21,9 +21,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, collective_einsum, explain, overlap, prequantize
-from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
 from tests.covering import pairwise
+from tests.fp8_reference import SHIPPED_RECIPES
 from tests.reference import AXIS, OPS, PORTABLE, Case
 
 DEVICES = 2
@@ -150,7 +150,7 @@ def test_operands_of_two_dtypes_are_refused(make_mesh: MeshFactory) -> None:
         fun(x, w.astype("float32"))
 
 
-@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("recipe", SHIPPED_RECIPES)
 def test_fp8_refuses_float64(recipe: Any, make_mesh: MeshFactory) -> None:
     """Whose larger numbers would become NaN, as float32 scales cannot hold them."""
 

@@ -128,6 +128,7 @@ OP_MODULES = (
     "backends",
     "checks",
     "measured_program",
+    "ring",
     "xla",
 )
 REGISTRIES = tuple(

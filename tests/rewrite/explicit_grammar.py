@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.operands.format import FORMATS
+from tests.fp8_reference import SHIPPED_RECIPES
 
 MESHES = ({"d": 2, "t": 2}, {"d": 2, "t": 2}, {"t": 3}, {"d": 2, "t": 3}, {"d": 1, "t": 2})
 MESHES += ({"d": 2, "t": 2, "f": 2}, {"d": 2, "f": 2, "t": 2}, {"s": 1, "d": 2, "t": 2})
@@ -33,7 +33,7 @@ MODES = ("not", "not", "before", "after")
 AROUND = ("nothing", "nothing", "jit", "checkpoint", "scan", "cond")
 IMPLEMENTATIONS = ("ring", "ring", "xla", "ring_two_way")
 DTYPES = ("float32", "float32", "float32", "bfloat16")
-RECIPES = (*(None,) * 5, *FORMATS)
+RECIPES = (*(None,) * 5, *SHIPPED_RECIPES)
 #: Kinds of statements, and those that often follow a statement of another kind.
 KINDS = ("dot",) * 6 + ("reshard",) * 4 + ("sum",) * 3 + ("map",) * 2 + ("layout",) * 3
 FOLLOWING = {

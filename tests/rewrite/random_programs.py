@@ -18,8 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.operands.format import FORMATS
 from collective_matmul.rewrite import overlap
+from tests.fp8_reference import SHIPPED_RECIPES
 from tests.rewrite.grammar import SIZES, Block, Shape, Source, Spec
 from tests.rewrite.nested_blocks import add_statement
 from tests.rewrite.programs import gradients_of, loss_of
@@ -94,7 +94,7 @@ def drawn(seed: int) -> Case:
     wide = generator.random() < 0.15
     dtypes = ("float32",) * 5 + ("bfloat16", "float16")
     dtype = generator.choice((*dtypes, "float64", "float64") if wide else dtypes)
-    fp8 = generator.choice(tuple(FORMATS)) if generator.random() < 0.12 else None
+    fp8 = generator.choice(tuple(SHIPPED_RECIPES)) if generator.random() < 0.12 else None
     mode = generator.choice(MODES)
     source = Source(generator, {axis: mesh[axis] for axis in manual}, dtype, mode != "not")
     shapes = [generator.choice(((2, 6, 4), (2, 2, 4), (6, 4), (2, 3, 4))), (4, 4)]

@@ -18,8 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import matmul_all_reduce, matmul_reduce_scatter, overlap
-from collective_matmul.operands.format import FORMATS
 from collective_matmul.rewrite import FoundSite, find_sites
+from tests.fp8_reference import SHIPPED_RECIPES
 from tests.rewrite.explicit_fuzz import refused_by_xla
 from tests.rewrite.programs import gradients_of
 
@@ -103,7 +103,7 @@ def plain_sum(mesh: Mesh) -> Callable:
     )
 
 
-@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("recipe", SHIPPED_RECIPES)
 @pytest.mark.parametrize("auto", ["", "d"])
 def test_scales_of_weights_that_another_axis_shards(recipe: Any, auto: str) -> None:
     mesh = mesh_of((2, 1, 2), auto)

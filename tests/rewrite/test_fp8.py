@@ -18,10 +18,10 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter, overlap
-from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import H200
 from tests.explained import WIDE
+from tests.fp8_reference import SHIPPED_RECIPES
 from tests.hopper import needs_kernels
 from tests.reference import AXIS
 from tests.rewrite.blocks import gather, mlp, programs, scatter
@@ -62,7 +62,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 def test_sites_compute_what_the_ops_do(fp8: str, make_mesh: MeshFactory) -> None:
     """Differentiated after `overlap`. Differentiated before, if gradients are quantized alike."""
     mesh, arguments = make_mesh({AXIS: 2}), feed_forward(mlp, "float32").arguments()
@@ -152,7 +152,7 @@ def detached(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @pytest.mark.parametrize(
     ("body", "fp8"),
-    [*itertools.product((whole_sum, detached), [n for n in FORMATS if n != "tensorwise"])],
+    [*itertools.product((whole_sum, detached), [n for n in SHIPPED_RECIPES if n != "tensorwise"])],
 )
 def test_a_gathered_array_with_other_users_keeps_its_numbers(
     body: Callable, fp8: Any, make_mesh: MeshFactory

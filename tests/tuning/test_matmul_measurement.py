@@ -13,12 +13,13 @@ import pytest
 
 from collective_matmul.dispatch.repetitions import filler
 from collective_matmul.dispatch.tables.table import COMPUTE_ONLY
-from collective_matmul.operands.format import FORMATS, format_named
+from collective_matmul.operands.format import format_named
 from collective_matmul.ops.matmul import model_requests
 from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.ops.matmul.measured_program import Stack, StackOperands
 from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.ring.backend import RINGS
+from tests.fp8_reference import SHIPPED_RECIPES
 
 DEVICES = 2
 FLOAT32 = np.dtype("float32")
@@ -40,7 +41,7 @@ SITES = {
     "reduce": Site("matmul_all_reduce", (((8, 3), (3, 6)),), FLOAT32, "", DEVICES),
 }
 every_site = pytest.mark.parametrize("name", SITES)
-every_recipe = pytest.mark.parametrize("fp8", [None, *FORMATS])
+every_recipe = pytest.mark.parametrize("fp8", [None, *SHIPPED_RECIPES])
 
 
 def stack_of(name: str, fp8: RecipeName | None = None, dtype: Any = FLOAT32) -> Stack:
@@ -121,7 +122,7 @@ def test_the_bound_has_the_matmuls_and_no_communication(name: str, fp8: RecipeNa
     ("implementation", "fp8"),
     [
         *((name, None) for name in ("xla", *RINGS, COMPUTE_ONLY)),
-        *(("xla", fp8) for fp8 in FORMATS),
+        *(("xla", fp8) for fp8 in SHIPPED_RECIPES),
     ],
 )
 def test_a_repetition_waits_for_the_products_of_the_one_before(
@@ -192,7 +193,7 @@ def test_layers_of_llama_have_all_forms_of_site() -> None:
     assert down.flops == keeping.flops
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 def test_layers_with_a_recipe_have_the_forms_that_are_quantized(fp8: RecipeName) -> None:
     """A program that is differentiated already keeps a gathered array, in its own dtype."""
     plain = list(model_requests.sites(["llama3-8b"], [2048, 256], 4))

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collective_matmul.operands.format import FORMATS
 from collective_matmul.operands.recipes.recipe import Recipe
 from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.ops.matmul.measured_program import StackOperands
 from collective_matmul.ops.matmul.request import Site
 from tests.fp8_reference import (
+    SHIPPED_RECIPES,
     dequantized,
     quantize_rows,
     quantize_weights,
@@ -34,7 +34,7 @@ from tests.tuning.test_matmul_measurement import (
 
 
 @every_site
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 @pytest.mark.parametrize("implementation", ["xla", "ring"])
 def test_a_site_in_8_bits_is_measured_with_quantized_operands(
     name: str, fp8: RecipeName, implementation: str
@@ -113,7 +113,7 @@ def one_repetition(name: str, fp8: RecipeName) -> tuple[Site, Program]:
 
 
 @every_site
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 def test_messages_travel_and_are_multiplied_in_8_bits(name: str, fp8: RecipeName) -> None:
     site, lowered = one_repetition(name, fp8)
     backward = name.endswith("backward")
@@ -137,7 +137,7 @@ def test_messages_travel_and_are_multiplied_in_8_bits(name: str, fp8: RecipeName
 
 
 @every_site
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 def test_nothing_is_quantized_while_it_is_timed(name: str, fp8: RecipeName) -> None:
     """But for the dy of weight gradients in 8 bits, whose rows get one scale."""
     _, lowered = one_repetition(name, fp8)

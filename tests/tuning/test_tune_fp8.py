@@ -25,13 +25,14 @@ from collective_matmul import (
     tune,
 )
 from collective_matmul.dispatch.recording import decisions_of
-from collective_matmul.operands.format import FORMATS, PLAIN, format_named
+from collective_matmul.operands.format import PLAIN, format_named
 from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.ops.matmul.measured_program import Stack
 from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.xla import Xla
 from collective_matmul.tuning import tune as tuning
 from tests.conftest import MeshFactory
+from tests.fp8_reference import SHIPPED_RECIPES
 from tests.reference import AXIS
 from tests.tuning.test_tune import ring_is_fastest
 
@@ -111,7 +112,7 @@ def gradients_of(
     ("op", "fp8"),
     [
         (op, fp8)
-        for op, fp8 in itertools.product(OPS, FORMATS)
+        for op, fp8 in itertools.product(OPS, SHIPPED_RECIPES)
         if (op, fp8) != ("gather_and_keep", "tensorwise")  # It is not quantized.
     ],
 )

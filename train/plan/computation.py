@@ -29,7 +29,9 @@ _EXPERT_ROW_ARRAYS, _EXPERT_HIDDEN_ARRAYS = 3, 5
 #: Seconds of the small kernels that find out which token goes where.
 _ROUTING_SECONDS = 1e-4
 #: Bytes of passes for each number that is quantized: its maximum, and copies for both directions.
-_QUANTIZATION_BYTES = {"tensorwise": 11, "rowwise": 8, "blockwise": 8}
+#: Recipes with one scale for the array read it once more.
+_QUANTIZATION_BYTES = 8
+_TENSORWISE_QUANTIZATION_BYTES = 11
 #: An optimizer reads and writes each parameter and each of its moments in float32.
 _READ_AND_WRITTEN = 8
 #: Steps of Newton and Schulz, of Muon.
@@ -170,7 +172,10 @@ class Computation:
         # With ZeRO 3 each device makes those of its shards; else once for all microbatches.
         share = shapes.weight_shards if shapes.zero == 3 else shapes.microbatches
         numbers = before * linear.inputs + after * linear.columns + linear.weights / share
-        return self.moved(numbers, _QUANTIZATION_BYTES[linear.fp8])
+        is_tensorwise = linear.fp8 == "tensorwise"
+        return self.moved(
+            numbers, _TENSORWISE_QUANTIZATION_BYTES if is_tensorwise else _QUANTIZATION_BYTES
+        )
 
     def passes(self) -> float:
         """Seconds of passes over the activations of a microbatch, forward and backward."""

@@ -9,12 +9,13 @@ import pytest
 
 from collective_matmul.dispatch.tables.lookup import Comparison, look_up
 from collective_matmul.dispatch.tables.table import Entry, Table
-from collective_matmul.operands.format import FORMATS, format_named
+from collective_matmul.operands.format import format_named
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.ops.matmul.request import Einsum, Op, Site
 from tests.dispatch.sites import BFLOAT16, site_of
 from tests.dispatch.tables.example_tables import entry, layer, table_of
+from tests.fp8_reference import SHIPPED_RECIPES
 from tests.reference import AXIS
 
 EINSUM = Einsum("sd,df->sf", (), accumulates=False)
@@ -93,18 +94,18 @@ def test_entries_of_another_kind_say_nothing(other: Site) -> None:
     assert look_up_in(layer(4096), (other, entry(xla=10, ring=1))) is None
 
 
-@pytest.mark.parametrize("fp8", [None, *FORMATS])
+@pytest.mark.parametrize("fp8", [None, *SHIPPED_RECIPES])
 def test_entries_decide_about_their_own_recipe_alone(fp8: RecipeName | None) -> None:
     """Also those of a table that was saved and read again, and about sites near theirs."""
     written = table_of((replace(layer(4096), format=format_named(fp8)), entry(xla=12, ring=10)))
     tables = [("a table", Table.from_text(written.to_text()))]
-    for other in (None, *FORMATS):
+    for other in (None, *SHIPPED_RECIPES):
         for rows in (4096, 6016):
             found = look_up(replace(layer(rows), format=format_named(other)), "ring", tables, ALL)
             assert (found is not None) == (other == fp8)
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 @pytest.mark.parametrize(
     ("sizes", "is_near"),
     [((4096, 14592), True), ((4224, 14336), True), ((4112, 14336), False), ((4096, 14368), False)],

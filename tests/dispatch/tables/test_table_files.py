@@ -25,11 +25,12 @@ from collective_matmul.dispatch.tables.lookup import look_up
 from collective_matmul.dispatch.tables.table import Table
 from collective_matmul.dispatch.tables.table_files import cache_path
 from collective_matmul.log import warn_once
-from collective_matmul.operands.format import FORMATS, format_named
+from collective_matmul.operands.format import format_named
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul.request import Einsum, Site
 from tests.dispatch.sites import BFLOAT16, site_of
 from tests.dispatch.tables.example_tables import KIND, RUN, entry, layer, table_of
+from tests.fp8_reference import SHIPPED_RECIPES
 from tests.reference import AXIS
 
 
@@ -48,7 +49,7 @@ def nothing_ships(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_files, "_shipped", lambda kind: None)
 
 
-FP8 = (None, *FORMATS)
+FP8 = (None, *SHIPPED_RECIPES)
 
 
 def some_sites() -> list[Site]:

@@ -22,8 +22,8 @@ from collective_matmul.layers import (
     RowParallelLinear,
 )
 from collective_matmul.layers.parallelize.parallelize import parallelize
-from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
+from tests.fp8_reference import SHIPPED_RECIPES
 from tests.layers.reference import (
     SHARDED,
     assert_close,
@@ -100,7 +100,7 @@ def by_kernel(outcome: tuple[Any, Any, Any]) -> Any:
 
 # Explicit axes are the ops' business, which are tested with them.
 @pytest.mark.parametrize("context", ["auto", "local"])
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 def test_layers_equal_the_ops(fp8: str, context: str, make_mesh: MeshFactory) -> None:
     """An automatic axis does not divide the arrays that have one scale."""
     mesh, whole = (make_mesh({"data": data, "tensor": 4}) for data in (2, 1))

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import all_gather_matmul, collective_einsum, matmul_reduce_scatter
-from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
+from tests.fp8_reference import SHIPPED_RECIPES
 from tests.reference import AXIS
 from tests.rewrite.simulator import simulated_or_compiled
 
@@ -60,7 +60,7 @@ def with_gradients(fun: Callable) -> Callable:
     return results
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 @pytest.mark.parametrize(
     ("scatters", "case"), [*((False, c) for c in GATHERS), *((True, c) for c in SCATTERS)]
 )

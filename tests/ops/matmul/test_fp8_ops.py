@@ -17,7 +17,7 @@ from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter
 from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
 from tests.covering import cover
-from tests.fp8_reference import Fp8Case
+from tests.fp8_reference import SHIPPED_RECIPES, Fp8Case
 from tests.ops.matmul.ring.test_program_structure import equations
 from tests.reference import (
     AXIS,
@@ -66,7 +66,7 @@ PRODUCT = [
     case_of(op, fp8, devices, implementation=implementation, dimension=dimension, **others)
     for op, fp8, implementation, devices, dimension, others in itertools.product(
         OPS,
-        FORMATS,
+        SHIPPED_RECIPES,
         (None, *PORTABLE),
         (1, 2, 3, 4, 5, 8),
         (0, 1),
@@ -108,7 +108,7 @@ def program(case: Fp8Case, make_mesh: MeshFactory) -> list[Any]:
     return list(equations(jax.make_jaxpr(both)(x, tuple(ws), tuple(dys)).jaxpr))
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 @pytest.mark.parametrize("op", OPS[:2])
 def test_gathers_send_messages_and_sums_send_the_dtype(
     op: str, fp8: str, make_mesh: MeshFactory
@@ -170,7 +170,7 @@ def test_explain_names_the_recipe(make_mesh: MeshFactory) -> None:
     assert "fp8 rowwise" in table
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 @pytest.mark.parametrize("weight_dimension", [0, 1])
 @pytest.mark.parametrize("contracted", [pytest.param(256, marks=pytest.mark.exhaustive), 136])
 def test_shards_of_weights_are_quantized_as_the_whole(
@@ -210,7 +210,7 @@ def test_shards_of_weights_are_quantized_as_the_whole(
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1e35, 1e-5, 1e-30), (1e-30, 1e33, 1e-30)], ids=str)
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 @pytest.mark.parametrize("op", OPS)
 def test_one_number_contracted_and_numbers_of_very_different_sizes(
     op: str, fp8: str, sizes: tuple[float, float, float], make_mesh: MeshFactory

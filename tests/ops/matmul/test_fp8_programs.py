@@ -22,7 +22,7 @@ from collective_matmul import (
 )
 from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
-from tests.fp8_reference import Fp8Case
+from tests.fp8_reference import SHIPPED_RECIPES, Fp8Case
 from tests.ops.matmul.test_fp8_ops import case_of
 from tests.ops.matmul.test_quantized_weights import drawn
 from tests.reference import AXIS, OPS
@@ -81,7 +81,7 @@ def program(op: str, fp8: str, make_mesh: MeshFactory) -> Program:
 
 
 every_program = pytest.mark.parametrize(
-    ("op", "fp8"), [(op, fp8) for op in OPS[:2] for fp8 in FORMATS]
+    ("op", "fp8"), [(op, fp8) for op in OPS[:2] for fp8 in SHIPPED_RECIPES]
 )
 
 
@@ -146,7 +146,7 @@ def converts(value: Any) -> Iterator[str]:
             yield from converts(operand)
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 @pytest.mark.parametrize("contracted", [256, 136])
 def test_weights_are_gathered_in_8_bits(fp8: Any, contracted: int, make_mesh: MeshFactory) -> None:
     """Also shards that divide blocks."""
@@ -170,7 +170,7 @@ def test_weights_are_gathered_in_8_bits(fp8: Any, contracted: int, make_mesh: Me
     assert {each.group(2) for each in found if each} == {E4M3}
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 @pytest.mark.parametrize("implementation", [None, "ring", "xla"])
 def test_gradients_of_shards_travel_as_they_were_rounded(
     fp8: Any, implementation: str | None, make_mesh: MeshFactory
@@ -221,7 +221,7 @@ def kept_for_backward(case: Fp8Case, mesh: Any, *names: str) -> list[tuple[int, 
     return [(leaf.shape[-1], leaf.dtype.name) for leaf in kept if leaf.ndim == x.ndim]
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 @pytest.mark.parametrize("op", OPS)
 def test_what_the_backward_needs_of_x_is_kept(op: str, fp8: str, make_mesh: MeshFactory) -> None:
     """Its message, or itself."""
@@ -238,7 +238,7 @@ def test_a_scale_can_be_saved_by_its_name(op: str, make_mesh: MeshFactory) -> No
     assert (1, "float32") in kept
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 def test_copies_for_the_backward_are_gathered_in_it(fp8: Any, make_mesh: MeshFactory) -> None:
     """They wait for its operands. Copies for the forward do not, and so are not kept for it."""
     options: Any = {"fp8": fp8, "weight_axis_name": "fsdp"}
@@ -278,7 +278,7 @@ def test_copies_for_the_backward_are_gathered_in_it(fp8: Any, make_mesh: MeshFac
     assert held.keys() >= set(backward)
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 def test_explain_says_how_shards_are_gathered(fp8: Any, make_mesh: MeshFactory) -> None:
     def gather(x: jax.Array, w: jax.Array) -> jax.Array:
         return all_gather_matmul(x, w, AXIS, fp8=fp8, weight_axis_name="fsdp", weight_dimension=1)

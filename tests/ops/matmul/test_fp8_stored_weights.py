@@ -19,10 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 import collective_matmul
 from collective_matmul import Quantized, prequantize
-from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
 from tests.covering import cover
-from tests.fp8_reference import Fp8Case
+from tests.fp8_reference import SHIPPED_RECIPES, Fp8Case
 from tests.ops.matmul.ring.test_program_structure import equations
 from tests.reference import AXIS, OPS, Comparison, assert_close, poisoned_results
 from tests.rewrite.simulator import simulated_or_compiled
@@ -110,7 +109,7 @@ PRODUCT = [
     case_of(op, fp8, implementation=implementation, weight_dimension=dimension, stored=stored)
     for op, fp8, implementation, (dimension, stored) in itertools.product(
         OPS,
-        FORMATS,
+        SHIPPED_RECIPES,
         ("xla", "ring"),
         itertools.product((None, 0, 1), ("array", "prequantized", "frozen")),
     )

@@ -28,8 +28,8 @@ from collective_matmul.layers import (
     prequantize_kernels,
     shared_gather,
 )
-from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
+from tests.fp8_reference import SHIPPED_RECIPES
 from tests.reference import AXIS
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
@@ -87,7 +87,7 @@ def with_array(array: jax.Array, before: Any) -> Any:
     return before.with_array(array) if isinstance(before, Quantized) else array
 
 
-@pytest.mark.parametrize(("fp8", "vma"), [(name, name != "tensorwise") for name in FORMATS])
+@pytest.mark.parametrize(("fp8", "vma"), [(name, name != "tensorwise") for name in SHIPPED_RECIPES])
 def test_results_and_gradients_are_those_of_arrays(
     fp8: Any, vma: bool, make_mesh: MeshFactory
 ) -> None:
@@ -110,7 +110,7 @@ SHARDED = {
 
 
 @pytest.mark.parametrize("dimension", [0, 1])
-@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("fp8", SHIPPED_RECIPES)
 def test_shards_have_the_copies_of_the_whole(
     fp8: Any, dimension: Any, make_mesh: MeshFactory
 ) -> None:
