@@ -24,7 +24,7 @@ import pytest
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from collective_matmul.jaxprs.graph import type_of
+from collective_matmul.jaxprs.graph import communicates, type_of
 from tests.rewrite import numpy_operations
 from tests.rewrite.numpy_operations import Stacks, stored
 
@@ -132,6 +132,8 @@ def _execute_equation(equation: JaxprEqn, operands: Stacks, team: Team) -> Stack
         return operands
     if name in _COLLECTIVES:
         return _collective(equation, operands, team)
+    if name != "axis_index" and communicates(equation):
+        raise NotImplementedError(f"the simulator does not know {name}: add it to _COLLECTIVES")
     if name == "axis_index":
         return [_axis_index(parameters["axis_name"], team)]
     if any(True for _ in jaxprs_in_params(parameters)):
@@ -374,6 +376,15 @@ def _permute(x: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
     return result
 
 
+def _exchange(x: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
+    split, concat = parameters["split_axis"] + 2, parameters["concat_axis"] + 2
+    if not parameters["tiled"]:
+        return np.moveaxis(x, (1, split), (concat, 1))
+    x = x.reshape(*x.shape[:split], x.shape[1], -1, *x.shape[split + 1 :])
+    x = np.moveaxis(x, (1, split), (concat, 1))
+    return x.reshape(*x.shape[:concat], -1, *x.shape[concat + 2 :])
+
+
 def _extreme(reduce: Callable) -> Callable:
     return lambda x, parameters: np.repeat(reduce(x, 1, keepdims=True), x.shape[1], 1)
 
@@ -396,6 +407,7 @@ _COLLECTIVES: dict[str, Callable[[np.ndarray, dict[str, Any]], np.ndarray]] = {
     "all_gather_invariant": _gather,
     "reduce_scatter": _scatter,
     "ppermute": _permute,
+    "all_to_all": _exchange,
     "pmax": _extreme(np.max),
     "pmin": _extreme(np.min),
 }

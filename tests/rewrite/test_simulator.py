@@ -88,6 +88,17 @@ def test_a_permute_on_all_devices_ends() -> None:
     np.testing.assert_array_equal(simulated(fun)(X), jax.jit(fun)(X))
 
 
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize(("split", "concat"), [(0, 1), (1, 0), (2, 0), (0, 2), (1, 1)])
+def test_devices_exchange_parts(split: int, concat: int, tiled: bool) -> None:
+    """Each dimension of a device's [2, 2, 4, 4] is divided by two devices, or has one for each."""
+    x = np.arange(8 * 2 * 4 * 4, dtype=np.float32).reshape(8, 2, 4, 4)
+    fun = sharded(lambda x: lax.all_to_all(x, "t", split, concat, tiled=tiled))
+    if not tiled and split == 2:
+        x = x.reshape(8, 4, 2, 4)
+    np.testing.assert_array_equal(simulated(fun)(x), jax.jit(fun)(x))
+
+
 @pytest.mark.parametrize("around", ["branched", "repeated"])
 @pytest.mark.exhaustive
 def test_xla_waits_where_the_simulator_does(around: str) -> None:

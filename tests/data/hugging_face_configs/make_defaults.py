@@ -1,6 +1,6 @@
 """Records in defaults.json what Hugging Face's configuration classes say about each key.
 
-Run from the repository's root with transformers and PyTorch installed::
+Run from the repository's root with transformers installed::
 
     python tests/data/hugging_face_configs/make_defaults.py
 
