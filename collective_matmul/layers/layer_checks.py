@@ -48,8 +48,15 @@ def features(argument: str, value: int | Sequence[int], axis_name: str, devices:
         nearest = f"{below} or {below + devices}" if below else f"{devices}"
         raise ValueError(
             f"{argument}={shown}: {size} is not divisible by axis {axis_name!r} of size {devices};"
-            f" the nearest to it: {nearest}"
+            f" the nearest to it: {nearest}{_copies_instead(argument, sizes, devices)}"
         )
+
+
+def _copies_instead(argument: str, sizes: tuple[int, ...], devices: int) -> str:
+    """Advice for fewer heads, or other features that stay together, than devices."""
+    if argument != "out_features" or len(sizes) == 1 or devices % sizes[0]:
+        return ""
+    return f"; or let several devices compute each: copies={devices // sizes[0]}"
 
 
 def copies(
@@ -70,7 +77,9 @@ def copies(
     if value < 1 or (devices is not None and size * value != devices):
         raise ValueError(
             f"copies={value}: expected the {devices} devices of axis {axis_name!r} over"
-            f" out_features={size}, or 1 if there are no fewer of these than devices"
+            f" out_features={size}, or 1 if there are no fewer of these than devices; the first of"
+            " out_features counts, so heads need a dimension of their own, as those of"
+            " nnx.LinearGeneral(features, (heads, head_dim))"
         )
     if weight_axis_name is not None:
         raise ValueError(

@@ -224,9 +224,11 @@ class _Tuner:
         for site in left_out:
             self._print(f"left out, the cost model decides about it: {site}")
         minutes = math.ceil(estimated_seconds(missing) / 60)
+        about = f", in about {minutes} minute{'s' * (minutes != 1)}"
+        if self.devices[0].platform != "gpu":
+            about = ""  # Nothing is known of others.
         self._print(
-            f"{len(missing)} of {len(sites)} sites to measure, in about {minutes}"
-            f" minute{'s' * (minutes != 1)}; the table is {self.path}"
+            f"{len(missing)} of {len(sites)} sites to measure{about}; the table is {self.path}"
         )
         for done, trial in enumerate(trials(missing, self.devices, self.implementations), start=1):
             table = self._measure(trial) or table

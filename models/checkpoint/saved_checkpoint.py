@@ -228,6 +228,11 @@ def find_checkpoint(path: str | Path) -> SavedCheckpoint:
     if _step_of(folder.name) is not None and _is_whole(folder):
         return SavedCheckpoint(folder)
     steps = whole_steps(folder)
+    if not os.path.lexists(folder):
+        raise ValueError(
+            f"{str(path)!r}: does not exist; give a directory of checkpoints, one step_N in it, or"
+            " a folder in Hugging Face's format, which `hf download` makes of a name on the hub"
+        )
     if not steps:
         raise ValueError(
             f"{str(path)!r}: holds no checkpoint; give a directory of checkpoints, or one step_N"

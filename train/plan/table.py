@@ -143,15 +143,22 @@ def _conclusion(plan: Plan, machine: Machine) -> list[str]:
         if best.prediction.extrapolated:
             lines.append(f"extrapolated: {best.prediction.extrapolated}")
     refused = sum(plan.refused.values())
-    lines.append(
-        f"{refused:,} configurations do not fit into {machine.memory / 1e9:.0f} GB, of which"
-        f" {MARGIN:.0%} stay free, or are not possible{':' if refused else ''}"
-    )
-    lines += [
-        f"  {count:,} × {reason}, such as {plan.examples[reason]}"
-        for reason, count in plan.refused.most_common(_REASONS)
-    ]
-    if not plan.candidates:
+    if refused or plan.candidates:
+        lines.append(
+            f"{refused:,} configurations do not fit into {machine.memory / 1e9:.0f} GB, of which"
+            f" {MARGIN:.0%} stay free, or are not possible{':' if refused else ''}"
+        )
+        lines += [
+            f"  {count:,} × {reason}, such as {plan.examples[reason]}"
+            for reason, count in plan.refused.most_common(_REASONS)
+        ]
+    else:
+        lines.append(
+            f"no mesh has {machine.devices} devices: the axes that are given must divide that"
+            " number, and the model's heads; leave out --mesh.data, --mesh.fsdp, --mesh.tensor or"
+            " --mesh.context, or change --devices"
+        )
+    if refused and not plan.candidates:
         lines.append(
             "nothing fits: use more --devices, GPUs with more memory, shorter sequences"
             " (--sequence-length), or a smaller model"

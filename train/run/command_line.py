@@ -158,6 +158,7 @@ def announce(setup: Setup, console: Console) -> None:
         *describe_experts(config, MeshSizes(**mesh.shape), setup.model.active_parameter_count),
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
+        _describe_length(config, text.sequences_per_epoch),
         *describe_held_out(setup),
         *describe_context(config, MeshSizes(**mesh.shape)),
         *describe_loss_chunks(config, MeshSizes(**mesh.shape)),
@@ -167,6 +168,15 @@ def announce(setup: Setup, console: Console) -> None:
         *describe_defaults(config),
     ):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _describe_length(config: Config, sequences_per_epoch: int) -> str:
+    """How much of the data the run sees."""
+    epochs = config.steps * config.batch_size / sequences_per_epoch
+    return (
+        f"steps: {config.steps:,} of {config.batch_size:,} sequences of"
+        f" {config.sequence_length:,} tokens, {epochs:.2g} epochs (--steps, --batch-size)"
+    )
 
 
 def describe_held_out(setup: Setup) -> list[str]:

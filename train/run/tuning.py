@@ -26,6 +26,12 @@ def tune_step(config: Config, console: Console) -> None:
       ValueError: if values do not fit together or do not fit the devices, or if the devices are no
         GPUs and the configuration names no file for their table.
     """
+    if jax.default_backend() != "gpu" and config.tune_table is None:
+        raise ValueError(
+            f"tune: JAX finds no GPU, only {jax.default_backend()} devices, where nothing runs"
+            " under a matmul; add --tune-table FILE to measure them all the same, which may take"
+            " long"
+        )
     config, sizes, mesh = complete(config)
     model = ModelFunctions(config, sizes, jax.local_device_count())
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)

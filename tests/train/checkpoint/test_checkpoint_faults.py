@@ -71,8 +71,10 @@ def test_a_checkpoint_is_read_while_its_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_to_read_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent", tmp_path / "step_3"):
-        with pytest.raises(ValueError, match="holds no checkpoint; give a directory"):
+    with pytest.raises(ValueError, match="holds no checkpoint; give a directory"):
+        find_checkpoint(tmp_path)
+    for path in (tmp_path / "absent", tmp_path / "step_3"):
+        with pytest.raises(ValueError, match=r"does not exist; give a directory .*`hf download`"):
             find_checkpoint(path)
 
 

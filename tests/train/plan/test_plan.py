@@ -345,3 +345,20 @@ def test_a_resumed_run_keeps_its_mesh(monkeypatch) -> None:
 
 def test_every_gpu_of_a_dry_run_has_rates() -> None:
     assert {gpu.device.device_kind for gpu in GPUS.values()} == RATES.keys()
+
+
+def test_an_axis_that_divides_nothing_is_named(capsys) -> None:
+    main(
+        [
+            "--plan",
+            "--preset",
+            "llama3-8b",
+            "--device",
+            "H100",
+            "--devices",
+            "8",
+            "--mesh.tensor",
+            "3",
+        ]
+    )
+    assert "no mesh has 8 devices: the axes that are given must divide" in capsys.readouterr().out
