@@ -27,6 +27,8 @@ from train.plan.run import attention_kernel
 from train.plan.step_time import milliseconds, unpredicted_reason
 
 _ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6
+#: How far predicted step times have been off; docs/how_to/plan.md has them.
+_ERROR = 0.05
 #: Flags that a plan chooses, and those that ask for one: what its command does not repeat.
 CHOSEN = (
     "--mesh.", "--zero", "--remat", "--scan-layers", "--gradient-accumulation-steps",
@@ -55,18 +57,24 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> No
         f" {config.sequence_length} tokens per step, attention by {machine.attention}"
     ]
     if is_free(config, "batch_size") and batch > config.batch_size:
-        lines[0] += "; as many sequences for each GPU (--batch-size)"
+        lines[0] += f" (--batch-size {config.batch_size}, rounded up to a multiple of the GPUs)"
     _print(console, *lines)
     best = plan.candidates[:_ROWS]
     if best:
         others = _in_8_bits(config, machine)
         _print(console, *_table(best, others))
         if others:
-            _print(console, "rows in 8 bits round the operands of matmuls: not the same numbers")
+            _print(
+                console,
+                "rows in 8 bits, which --fp8 asks for, round the operands of matmuls;"
+                " docs/how_to/fp8.md says what that does to the loss",
+            )
     _print(console, *_conclusion(plan, machine))
     if best:
         command = ["python", "-m", "train", *arguments, *_flags(best[0])]
         _print(console, f"to run the first: {shlex.join(command)}")
+        if config.data is None:
+            _print(console, "add --data and --tokenizer: without, it trains on a text as bytes")
 
 
 def machine_of(config: Config) -> Machine:
@@ -137,6 +145,12 @@ def _conclusion(plan: Plan, machine: Machine) -> list[str]:
     lines = []
     if plan.candidates:
         best = plan.candidates[0]
+        close = [each for each in plan.candidates[1:] if each.seconds < (1 + _ERROR) * best.seconds]
+        if close:
+            lines.append(
+                f"{len(close)} more within {_ERROR:.0%} of the first: predictions have been off by"
+                " as much, so measure those that matter"
+            )
         parts = sorted(best.prediction.time.by_part.items(), key=lambda part: -part[1])
         spent = ", ".join(f"{name} {milliseconds(s)}" for name, s in parts if s >= 1e-4)
         lines.append(f"the first's step: {spent}")
