@@ -64,7 +64,7 @@ def traces_of_equal_choices() -> list[str]:
 
 
 def error_of_different_choices(number: int) -> str:
-    """What the last process says. The first one cannot compile the program, or it would wait."""
+    """Message of the last process. The first one cannot compile the program, or it would wait."""
     options: dict[str, Any] = {"compiler_options": {"no_such_option": True}} if number == 0 else {}
     if number:
         exchange(None)

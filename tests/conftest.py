@@ -1,4 +1,4 @@
-"""What holds in every test: which devices there are, how strict JAX is, how hard Hypothesis tries.
+"""Settings of every test: which devices there are, how strict JAX is, how hard Hypothesis tries.
 
 Give jitted functions NumPy arrays: their shards are cut on the host, while each new shape of a
 `jax.Array` on one device costs a compilation to spread it over the mesh.
@@ -93,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is alive now stays so: the garbage collector need not look at it again and again.
+    """Exempts what is alive now, and stays so, from being searched for garbage again and again.
 
     Tracing makes millions of objects, few of them in cycles. With Python's thresholds the collector
     takes a tenth of the suite's time.
@@ -117,14 +117,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module")
 def strict_dtype_promotion() -> Iterator[None]:
-    """As users set it who want no implicit casts: mixing bfloat16 and float32 raises."""
+    """Forbids implicit casts, as users can: mixing bfloat16 and float32 raises."""
     with jax.numpy_dtype_promotion("strict"):
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_tables_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What this machine's user has tuned decides nothing in tests."""
+    """Hides what this machine's user has tuned, so that it decides nothing in tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLLECTIVE_MATMUL_CACHE_DIR", str(tmp_path_factory.mktemp("tables")))
         yield

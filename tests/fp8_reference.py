@@ -1,4 +1,4 @@
-"""What the ops compute with operands in 8 bits, in float64: the products of the quantized operands.
+"""Results of the ops with operands in 8 bits, in float64: products of the quantized operands.
 
 Operands are quantized as the library does, device by device; tests/operands/test_fp8.py tests that
 itself.
@@ -75,7 +75,7 @@ class Fp8Case(Case):
         return Comparison(actual, expected, self._bounds_of(magnitudes), self.dtype)
 
     def _bounds_of(self, magnitudes: Outcome) -> Outcome:
-        """As `Case.bounds`, whose terms are those of the quantized operands."""
+        """Bounds like those of `Case.bounds`, for terms of the quantized operands."""
         terms = max(self.contracted, int(np.prod(self.leading)), self._columns())
         float32, own = jnp.finfo(jnp.float32), jnp.finfo(self.dtype)
         # Two more roundings than there: the scales of both operands.
@@ -97,7 +97,7 @@ class Rows(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """What one device quantizes: rows of x and of each dy, and each weight and its transpose."""
+    """Arrays that one device quantizes: rows of x and of each dy, each weight and its transpose."""
 
     x: Rows
     dys: list[Rows]

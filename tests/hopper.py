@@ -1,4 +1,4 @@
-"""What tests of kernels share: programs are lowered for Hopper GPUs on any machine."""
+"""Set-up that tests of kernels share: programs are lowered for Hopper GPUs on any machine."""
 
 from __future__ import annotations
 

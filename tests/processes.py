@@ -52,7 +52,7 @@ TIMEOUT_SECONDS = 120
 
 
 class Report(NamedTuple):
-    """What one process found out about one call of an op.
+    """Findings of one process about one call of an op.
 
     Attributes:
       mesh: sizes of the axes "data" and AXIS.

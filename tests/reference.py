@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What came out, what should have, how far an element may be off, and the dtype expected."""
+    """Results, expected ones, how far an element may be off, and the dtype expected."""
 
     actual: Outcome
     expected: Outcome

@@ -1,4 +1,4 @@
-"""What processes say when they choose differently."""
+"""Messages of processes that choose differently."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_one_process_agrees_with_itself() -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the processes have found."""
+    """Findings of the processes."""
     folder = tmp_path_factory.mktemp("found")
     files = [folder / f"{number}.json" for number in range(processes.PROCESSES)]
     environments = [processes.ON_THE_CPU] * len(files)

@@ -1,4 +1,4 @@
-"""What chooses, records, measures and explains is written against requests and backends alone.
+"""Code that chooses, records, measures and explains is written against requests and backends alone.
 
 `collective_matmul.dispatch.contract` is all that it knows of an op. Files are parsed, not imported.
 """

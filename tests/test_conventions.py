@@ -224,7 +224,7 @@ def import_cycles(tree: SourceTree) -> Findings:
 
 
 def private_imports(tree: SourceTree) -> Findings:
-    """What models, train and benchmarks import of the library that is not public."""
+    """Imports by models, train and benchmarks of what is not public in the library."""
     root = next(module for module in tree.modules if module.name == LIBRARY)
     exported = root.assigned("__all__")
     assert isinstance(exported, list)
@@ -305,7 +305,7 @@ def home_made_names(tree: SourceTree) -> Findings:
 
 
 def better_name(place: Place) -> str | None:
-    """What to use instead of a name, if `naming_rules` lists it."""
+    """Replacement for a name, if `naming_rules` lists it."""
     text = f"_{'_'.join(words(place.text))}_"
     for word, use in WORDS.items():
         is_sentence = place.text.startswith("test_") and word in ORDINARY_IN_SENTENCES
@@ -319,11 +319,8 @@ def better_name(place: Place) -> str | None:
 def docstring_openers(tree: SourceTree) -> Findings:
     """Docstrings that say something about a thing before they say what it is."""
     for module in tree.modules:
-        openers = r"(The same|It|What|As|Of|That of|Those)\b"
-        if module.name.partition(".")[0] not in (*PROGRAMS, "docs"):
-            openers = r"(Of|That of|Those|As of)\b"
         for place, docstring in module.docstrings():
-            if re.match(openers, docstring):
+            if re.match(r"(The same|It|What|As|Of|That of|Those)\b", docstring):
                 yield Finding(place, f"has a docstring that opens with {docstring.split()[0]!r}")
 
 

@@ -272,7 +272,7 @@ def test_links_lead_to_files_and_headings(page):
 
 
 def links_of(page: Path) -> list[str]:
-    """What the links of a page lead to, without those that leave the repository."""
+    """Targets of the links of a page, without those that leave the repository."""
     return re.findall(r"\]\((?!https?:)([^)\s]+)\)", without_blocks(page))
 
 
@@ -343,7 +343,7 @@ def positional(words: list[str]) -> list[str]:
 
 @cache
 def help_of(module: str, *subcommand: str) -> str:
-    """What a command line prints for ``--help``."""
+    """Text that a command line prints for ``--help``."""
     main = importlib.import_module(f"{module}.__main__" if "." not in module else module).main
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):

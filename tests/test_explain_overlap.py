@@ -1,4 +1,4 @@
-"""What the table says of plain gathers and sums, and of those that `overlap` replaced."""
+"""Lines of the table for plain gathers and sums, and for those that `overlap` replaced."""
 
 from __future__ import annotations
 

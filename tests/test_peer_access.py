@@ -18,7 +18,7 @@ INVALID_DEVICE = 101  # CUDA_ERROR_INVALID_DEVICE
 
 
 class Driver:
-    """As much of NVIDIA's driver as is asked: GPUs, and the ordered pairs without access."""
+    """The part of NVIDIA's driver that is asked for: GPUs, and the ordered pairs without access."""
 
     def __init__(self, gpus: int, without: Collection[tuple[int, int]] = ()):
         self.gpus = gpus

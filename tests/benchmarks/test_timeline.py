@@ -43,7 +43,7 @@ def execution(start: float, plane: str = GPU) -> list[Event]:
 
 
 def write_xplane(directory: Path, events: Sequence[Event]) -> Path:
-    """As the profiler writes it: one plane per device, one line per stream, names by number."""
+    """Writes the profiler's format: one plane per device, one line per stream, names by number."""
     if all(event.plane.startswith("/device") for event in events):
         events = [*events, event("python", "timed", 0, 1, "", plane="/host:CPU")]
     planes = []

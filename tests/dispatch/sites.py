@@ -27,7 +27,7 @@ def site_of(
 
 
 def tracing_for(device: AbstractDevice, **sizes: int) -> Any:
-    """As inside a shard_map over a mesh of these devices: of the axis, manual, and others, not."""
+    """Traces as in a shard_map over a mesh of these devices: the axis is manual, others are not."""
     types = (AxisType.Manual, *[AxisType.Auto] * len(sizes))
     mesh = AbstractMesh((4, *sizes.values()), (AXIS, *sizes), types, abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)

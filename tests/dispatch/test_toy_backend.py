@@ -304,7 +304,7 @@ def test_einsums_that_are_no_matmuls_are_refused(make_mesh: MeshFactory) -> None
 
 
 def test_the_backward_pass_is_refused_too(make_mesh: MeshFactory) -> None:
-    """What a reduce-scatter returns has 3 rows on each device, which its gradient gathers."""
+    """Results of a reduce-scatter have 3 rows on each device, which its gradient gathers."""
     mesh, shapes = make_mesh({"tensor": 4}), described((12, K), (K, N), (12, N))
     op = scatter(mesh, implementation=NAME)
     jax.eval_shape(op, *shapes[:2])

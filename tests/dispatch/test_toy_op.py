@@ -245,7 +245,7 @@ OP = Op(NAME, SOFTMAXES, request_of, Measured, has_bound=True)
 
 
 class Call(NamedTuple):
-    """What both passes know of the user's call. It is hashable, as a static argument must be."""
+    """The user's call, as both passes know it. It is hashable, as a static argument must be."""
 
     axis_name: str
     implementation: tuple[str, ...] | None

@@ -31,7 +31,7 @@ class Compilable(Protocol):
 
 
 class Programs:
-    """What the session's tests need, compiled once each, in the order in which they need it."""
+    """Programs that the session's tests need, compiled once each, in the order of their use."""
 
     def __init__(self, needs: Iterable[Compilable]):
         self._uses = Counter(need for need in needs if need.devices <= len(jax.devices()))

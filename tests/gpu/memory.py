@@ -21,7 +21,7 @@ def piece_bytes() -> int:
 
 
 def free_bytes(device: Any) -> int:
-    """What JAX may still allocate on a device; on simulated ones, of a limit made up here."""
+    """Bytes that JAX may still allocate on a device; on simulated ones, of a limit made up here."""
     stats = device.memory_stats()
     if stats is not None:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -31,7 +31,7 @@ def free_bytes(device: Any) -> int:
 
 
 def needed_bytes(program: Any) -> int:
-    """What one run of a compiled program allocates on each device."""
+    """Bytes that one run of a compiled program allocates on each device."""
     memory = program.memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes
 

@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a `Problem` compiles.
+    """Functions that a `Problem` compiles.
 
     Attributes:
       draw: () -> (operands, expected results)
@@ -115,7 +115,7 @@ class Call:
 
     @property
     def needs(self) -> tuple[Problem, Call]:
-        """What has to be compiled for it."""
+        """Programs that have to be compiled for it."""
         return self.problem, self
 
     def compile(self) -> Any:

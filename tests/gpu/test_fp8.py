@@ -50,7 +50,7 @@ class Call:
 
     @property
     def needs(self) -> tuple[Call]:
-        """What has to be compiled for it."""
+        """Programs that have to be compiled for it."""
         return (self,)
 
     def compile(self) -> Any:
@@ -172,7 +172,7 @@ def test_random_delays_change_nothing(devices: int, op: str, fp8: str, _with_ker
 
 @functools.cache
 def reference(case: Fp8Case) -> tuple[Outcome, Outcome]:
-    """What a case computes, and the sums of its terms' magnitudes; for all backends the same."""
+    """Results of a case, and the sums of its terms' magnitudes; equal for all backends."""
     return quantized_outcomes(case, case.arrays(0))
 
 

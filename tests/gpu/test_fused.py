@@ -94,7 +94,7 @@ class Case:
         return overlap_jit(sharded, peer_kernels=True, in_shardings=shardings)
 
     def sharded(self, way: Callable[..., Any], *, results: int = 1) -> tuple[Any, Any]:
-        """The same to be compiled, and how its arguments are laid out."""
+        """A program of global arrays, not yet compiled, and how its arguments are laid out."""
         mesh = mesh_of(tuple(name for name, _ in self.mesh), tuple(n for _, n in self.mesh))
         specs = self.specs
         if self.batch == 1:

@@ -1,4 +1,4 @@
-"""What is compiled for GPUs: permutes and no other collective, and little more memory than XLA."""
+"""Programs compiled for GPUs: permutes, no other collective, and little more memory than XLA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same bits every time, also where memory is scarce and was full of NaNs before."""
+"""Runs repeat the same bits, also where memory is scarce and was full of NaNs before."""
 
 from __future__ import annotations
 

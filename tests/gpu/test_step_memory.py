@@ -1,4 +1,4 @@
-"""What the dry run predicts is what XLA allocates for a step on these GPUs."""
+"""Memory that the dry run predicts is what XLA allocates for a step on these GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function keeps for its pullback, where that gets the weights again."""
+"""Arrays that a function keeps for its pullback, where that gets the weights again."""
 
 from __future__ import annotations
 

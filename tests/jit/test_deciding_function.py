@@ -70,7 +70,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 @few_are_allowed
 def test_each_shape_has_its_variant(launches: Launches) -> None:
-    """It is traced once to decide, and once more where kernels are allowed."""
+    """The function is traced once to decide, and once more where kernels are allowed."""
     traced = Traced()
     fun = overlap_jit(traced)
     known: set[int] = set()
@@ -101,7 +101,7 @@ def test_a_known_shape_runs_no_python_of_the_decision(monkeypatch: pytest.Monkey
 def test_shapes_that_take_turns_run_no_python_of_the_decision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As prompts and single tokens do: JAX would trace the wrong variant at each turn."""
+    """Prompts and single tokens take such turns: JAX would trace the wrong variant at each."""
     turns = [MANY, FEW, FEW[:2], MANY[:4]]
 
     def fun(x: Any, offset: Any) -> Any:

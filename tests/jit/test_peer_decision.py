@@ -207,7 +207,7 @@ AUTO_AXIS = "may add collectives that the program does not show"
 
 
 def test_work_outside_shard_map_that_the_compiler_divides() -> None:
-    """It may communicate for a sum over rows, which are sharded, and not for the sine of each."""
+    """The compiler may communicate to sum sharded rows, and not for the sine of each element."""
     stack = on(mesh_of())
     for fun in (jnp.sin, lambda y: y.max(1)):
         assert decision_for(lambda *args, fun=fun: fun(stack(*args)), *FEW).allowed

@@ -99,7 +99,7 @@ def outcome(
 
 
 def unsharded_outcome(model: nnx.Module, x: Any) -> tuple[Any, Any, Any]:
-    """The same for a model without a mesh, on one device."""
+    """The result and gradients of `outcome` for a model without a mesh, on one device."""
     graph, state = nnx.split(model)
     y, by_state, by_x = result_and_gradients(lambda s, x: nnx.merge(graph, s)(x), state, x)
     return y, pure(by_state), by_x

@@ -24,7 +24,7 @@ def logits(config: LlamaConfig, params: Mapping[str, Array], tokens: Array) -> A
 def logits_and_router_logits(
     config: LlamaConfig, params: Mapping[str, Array], tokens: Array
 ) -> tuple[Array, list[Array]]:
-    """The same, and the logits [B, S, experts] of each layer's router, if there are any."""
+    """The logits, and the logits [B, S, experts] of each layer's router, if there are any."""
     x, of_routers = params["embedding"][tokens], []
     for layer in range(config.num_layers):
         local = {
@@ -141,7 +141,7 @@ def _rotate(config: LlamaConfig, x: Array) -> Array:
 
 
 def _length(config: LlamaConfig) -> float:
-    """What YaRN multiplies queries and keys by, section 3.4 of its paper."""
+    """Factor that YaRN multiplies queries and keys by, section 3.4 of its paper."""
     scaling = config.rotary_scaling
     if scaling.kind != "yarn":
         return 1.0

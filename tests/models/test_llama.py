@@ -82,7 +82,7 @@ def sharded_loss_and_grads(functions: ModelFunctions, mesh):
 
 @cache
 def unsharded_loss_and_grads(model: LlamaConfig) -> Any:
-    """The same of the reference."""
+    """A function that returns the mean loss and the gradients of the reference."""
     _, functions = model_functions(tied_head=model.tied_head)
 
     def loss(params):

@@ -115,7 +115,7 @@ def rounded(x: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def quantize(array: np.ndarray, axis: int, of_gradient: bool) -> np.ndarray:
-    """What an array stands for when it is rounded, by another implementation."""
+    """Values that an array stands for when it is rounded, by another implementation."""
     del of_gradient
     wide, one = np.asarray(array, np.float32), np.float32(1)
     largest = np.abs(wide).max(axis, keepdims=True)

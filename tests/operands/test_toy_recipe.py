@@ -38,7 +38,7 @@ class PowersOfTwo(Recipe):
 
 
 def quantize(array: np.ndarray, axis: int, of_gradient: bool) -> np.ndarray:
-    """What an array stands for when it is rounded, by another implementation."""
+    """Values that an array stands for when it is rounded, by another implementation."""
     dtype = E5M2 if of_gradient else E4M3
     largest = np.abs(array).max(axis, keepdims=True).astype(np.float64)
     scales = 2.0 ** np.ceil(np.log2(largest / float(jnp.finfo(dtype).max)))

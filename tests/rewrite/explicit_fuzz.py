@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 def finding(case: ExplicitCase, mesh: Mesh, compiled: bool = False) -> tuple[str | None, int]:
-    """What is wrong with the rewritten form of a program, if anything is; the number of sites.
+    """Mistake in the rewritten form of a program, if there is any; the number of sites.
 
     Raises:
       Refused: if something is wrong with the program itself.
@@ -95,7 +95,7 @@ def finding(case: ExplicitCase, mesh: Mesh, compiled: bool = False) -> tuple[str
 
 
 def refused_by_xla(jaxpr: Jaxpr, mesh: Any = None, left: tuple[str, ...] = ()) -> str | None:
-    """What XLA does not compile in a `shard_map` that leaves axes of several devices to it.
+    """Names what XLA does not compile in a `shard_map` that leaves axes of several devices to it.
 
     Looked for, because it may end the process. As measured with jaxlib 0.10.2 to 0.12 on CPUs.
 

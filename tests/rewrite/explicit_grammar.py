@@ -191,7 +191,7 @@ class _Drawing:
         return self.dots(names, scope, x)
 
     def layouts(self, x: str, shape: tuple[int, ...]) -> list[str]:
-        """The same numbers in another layout."""
+        """Writes the same numbers in another layout."""
         choose, i = self.generator.choice, self.generator.randrange(len(shape))
         kind = choose(("transpose", "merge", "merge", "split", "squeeze", "expand", "both"))
         if kind == "transpose":

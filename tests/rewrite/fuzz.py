@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 def finding(case: Case, second_pass: bool = True, compiled: bool = False) -> str | None:
-    """What is wrong with the rewritten form of a program; None if nothing is.
+    """Mistake in the rewritten form of a program; None if there is none.
 
     Args:
       case: the program.
@@ -119,7 +119,7 @@ def _difference(
 def _difference_in_fp8(
     plain: Any, expected: list, rewritten: Any, arguments: list[np.ndarray]
 ) -> str | None:
-    """What is off by more than operands in 8 bits explain: much less than a wrong place is off."""
+    """Error beyond what operands in 8 bits explain; a wrong place is off by much more."""
     try:
         actual = simulate_jaxpr(rewritten, arguments)
     except DeadlockError as error:
@@ -190,7 +190,7 @@ def _executed(case: Case, plain: Callable, rewritten: Callable, exact: list) -> 
 
 @dataclass
 class Search:
-    """What was found by many programs.
+    """Results of a search over many programs.
 
     Attributes:
       findings: seed, what was found and the program.

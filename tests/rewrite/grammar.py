@@ -32,7 +32,7 @@ class Value(NamedTuple):
 
 @dataclass
 class Source:
-    """What all blocks of a program share.
+    """State that all blocks of a program share.
 
     Attributes:
       random: the source of randomness.

@@ -15,7 +15,7 @@ from tests.rewrite.random_programs import Case, drawn
 
 
 def kind(wrong: str | None) -> str | None:
-    """What kind of mistake a finding is: an exception's type, "values", "waits for ever", ..."""
+    """Kind of mistake that a finding is: an exception's type, "values", "waits for ever", ..."""
     return wrong and wrong.removeprefix("cannot be executed: ").split(":")[0]
 
 

@@ -74,7 +74,7 @@ class Team:
 
 
 def simulated(fun: Callable) -> Callable:
-    """The same function of global arrays."""
+    """Simulates a function of global arrays."""
 
     def simulate(*arguments: Any) -> Any:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(*arguments)

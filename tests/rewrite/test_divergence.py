@@ -133,7 +133,7 @@ def test_rings_where_all_agree(name: str, sharded: Callable, arguments: list) ->
 
 
 def test_one_call_in_two_places(sharded: Callable, arguments: list) -> None:
-    """The same jitted function, with a predicate that differs and with one that does not."""
+    """One jitted function, with a predicate that differs and with one that does not."""
 
     @jax.jit
     def called(x: Any, w: Any, n: Any) -> Any:

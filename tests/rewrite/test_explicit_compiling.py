@@ -92,7 +92,7 @@ def test_sums_beside_axes_that_are_left(name: str, implementation: str) -> None:
 
 
 def plain_sum(mesh: Mesh) -> Callable:
-    """What would be found: a sum that leaves an axis of several devices to the compiler."""
+    """Sum that leaves an axis of several devices to the compiler, which would be found."""
     return jax.shard_map(
         lambda x: lax.psum(x, ("d", "f") if mesh.shape["d"] == 1 else "d"),
         mesh=mesh,

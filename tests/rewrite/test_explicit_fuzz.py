@@ -58,7 +58,7 @@ def gather_over_another_axis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_a_reshard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a later reshard would sum stays a summand of each device."""
+    """Leaves what a later reshard would sum as a summand of each device."""
     monkeypatch.setattr(manual_regions._LocalRegion, "_sum", lambda self, var, array: array)
 
 

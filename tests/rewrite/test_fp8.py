@@ -145,7 +145,7 @@ def whole_sum(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def detached(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `whole_sum`, where the gathered array has no cotangent."""
+    """Variant of `whole_sum` where the gathered array has no cotangent."""
     y, whole = whole_sum(x, w)
     return y, lax.stop_gradient(whole)
 
@@ -157,7 +157,7 @@ def detached(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 def test_a_gathered_array_with_other_users_keeps_its_numbers(
     body: Callable, fp8: Any, make_mesh: MeshFactory
 ) -> None:
-    """It travels beside the message. As its cotangent counts too, gradients are not in 8 bits."""
+    """The array travels beside the message. Its cotangent counts: gradients are not in 8 bits."""
     program = gathering(body, out_specs=(COLUMNS_OF_PRODUCT,) * 2, dtype="bfloat16")
     plain, arguments = program.sharded(make_mesh({AXIS: 2})), program.arguments()
     rewritten, ops = in_fp8(plain, fp8), overlap(plain, implementation="ring")

@@ -22,7 +22,7 @@ def sharded(fun, make_mesh: MeshFactory):
 
 
 def test_a_sum_may_have_more_terms_than_python_has_frames(make_mesh: MeshFactory) -> None:
-    """As a global norm that adds the square of one parameter after the other."""
+    """Global norms are such sums: they add the square of one parameter after the other."""
 
     def total(x: jax.Array, w: jax.Array) -> jax.Array:
         square = jnp.sum(x * w)

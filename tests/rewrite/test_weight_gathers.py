@@ -56,7 +56,7 @@ def _kept_whole(x, up, down):
 
 
 def _kept_constant(x, up, down):
-    """As `_kept_whole`, where the gathered x has no cotangent."""
+    """Variant of `_kept_whole` where the gathered x has no cotangent."""
     whole = gather(x, 1, AXIS)
     scale = jnp.sum(jnp.sin(lax.stop_gradient(whole)), -1, keepdims=True)
     return scatter((whole @ gather(up, 0) + scale) @ gather(down, 1))

@@ -33,7 +33,7 @@ every_schedule = pytest.mark.parametrize(
 
 
 def piece_named(chunk: Chunk, device: int, schedule: Schedule) -> Piece:
-    """What `device` means by `chunk`."""
+    """Piece that `device` means by `chunk`."""
     return (device + chunk.offset) % schedule.devices, chunk.part
 
 
@@ -69,7 +69,7 @@ def received_pieces(device: int, schedule: Schedule) -> list[Piece]:
 
 
 def play_gather(schedule: Schedule) -> tuple[list[list[Piece]], int]:
-    """What each device multiplied, and the most pieces one had beyond its own at any time."""
+    """Pieces that each device multiplied, and the most one had beyond its own at any time."""
     devices = range(schedule.devices)
     held = [own_pieces(d, schedule) for d in devices]
     multiplied: list[list[Piece]] = [[] for _ in devices]

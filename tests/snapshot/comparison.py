@@ -1,4 +1,4 @@
-"""What differs between two snapshots, with equal differences in one group."""
+"""Differences between two snapshots, with equal differences in one group."""
 
 from __future__ import annotations
 

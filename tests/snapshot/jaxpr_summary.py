@@ -1,4 +1,4 @@
-"""What a jaxpr holds: how many equations of each primitive, and a digest of its dataflow.
+"""Contents of a jaxpr: how many equations of each primitive, and a digest of its dataflow.
 
 Two jaxprs with equal digests compute their results from their arguments by the same equations, in
 whatever order these stand, whatever the names of functions are, wherever a `jax.jit` or a

@@ -1,4 +1,4 @@
-"""What a snapshot needs of the library besides its public names: the place to follow moved names.
+"""Needs of a snapshot besides the library's public names: the place to follow moved names.
 
 Where a name has moved, a ``try`` here takes it from either place, so that old and new trees can be
 compared.
@@ -82,7 +82,7 @@ def without_addresses(text: str) -> str:
 
 
 def decision_fields(decision: Any) -> dict[str, Any]:
-    """What a decision says, without the description of the call."""
+    """Fields of a decision, without the description of the call."""
     other = decision.peer_alternative
     return {
         "implementation": decision.implementation,

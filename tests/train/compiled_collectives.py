@@ -75,7 +75,7 @@ class Traffic(NamedTuple):
 
 
 def collectives(text: str) -> dict[Collective, Traffic]:
-    """What a device executes in one call of a program, loops included."""
+    """Collectives that a device executes in one call of a program, loops included."""
     bodies = {match[1]: match[2] for match in _COMPUTATION.finditer(text)}
     found: dict[Collective, Traffic] = {}
     for name, times in _calls(text, bodies).items():

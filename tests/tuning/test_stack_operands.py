@@ -63,7 +63,7 @@ def joined(parts: Sequence[Any]) -> Any:
 def through_8_bits(
     site: Site, operands: StackOperands, ws: Sequence[Any]
 ) -> tuple[StackOperands, list[np.ndarray]]:
-    """What the quantized xs and weights of each device stand for."""
+    """Arrays that the quantized xs and weights of each device stand for."""
     recipe, backward = site.format, site.has_weight_gradient
     assert isinstance(recipe, Recipe)
     xs, weights = [], []

@@ -46,7 +46,7 @@ def read(path: Path) -> Table:
 
 
 def ring_is_fastest(candidates: Mapping, *, groups: int, seconds_per_group: float = 1.0) -> dict:
-    """As `measure`, after one call each."""
+    """Stands in for `measure`, after one call of each candidate."""
     del groups, seconds_per_group
     jax.block_until_ready([run() for run in candidates.values()])
     return {name: Timing((1.0 if name == "ring" else 2.0,)) for name in candidates}
@@ -268,7 +268,7 @@ def test_every_site_is_saved_before_the_next(
 def test_progress_and_failures_are_printed(
     cache: Path, bench: Bench, capsys: pytest.CaptureFixture
 ) -> None:
-    """What is left out at every site, and most is, once."""
+    """Failures are printed once, as most of what is left out is left out at every site."""
     bench.failures["ring_direct"] = "RuntimeError: no"
     table = tune(SITES[:2])
     first, failure, *sites = capsys.readouterr().out.splitlines()

@@ -53,7 +53,7 @@ def all_reduce(x: jax.Array, w: jax.Array, **keywords: Any) -> jax.Array:
 
 
 def gather_and_keep(x: jax.Array, w: jax.Array) -> jax.Array:
-    """What `overlap` makes an op of that keeps the gathered array."""
+    """Program that `overlap` makes an op of that keeps the gathered array."""
     whole = lax.all_gather(x, AXIS, tiled=True)
     return whole @ w + jnp.sum(whole, axis=1, keepdims=True)
 
@@ -68,7 +68,7 @@ OPS: dict[str, tuple[Callable, tuple[P, ...], P | tuple[P, ...], tuple[int, ...]
 
 @contextlib.contextmanager
 def recorded_calls() -> Iterator[list[tuple]]:
-    """What the reference is given: layouts of requests, and shapes and dtypes of all operands."""
+    """Calls of the reference: layouts of requests, and shapes and dtypes of all operands."""
     calls: list[tuple] = []
 
     original = Xla.execute

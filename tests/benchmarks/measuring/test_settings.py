@@ -1,4 +1,4 @@
-"""What benchmarks tell JAX before it looks for devices."""
+"""Settings that benchmarks give JAX before it looks for devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch's compiler makes of layers in float8, up to the kernels, which CPUs do not have."""
+"""Layers in float8 as PyTorch's compiler makes them, up to the kernels, which CPUs do not have."""
 
 # PyTorch is not a dependency: where it is not installed, nothing here is imported.
 # pyright: reportMissingImports=false

@@ -114,7 +114,7 @@ def answered() -> tuple[dict[str, np.ndarray], np.ndarray, list[list[int]]]:
 
 
 def flash_attention(query, key, value, queries, keys, *lengths, seqused_k):
-    """What PyTorch's operator computes for one query of each sequence, which CPUs do not have."""
+    """Stands in for PyTorch's operator, which CPUs do not have, with one query of each sequence."""
     assert lengths == (1, CAPACITY, 0.0, False, False)
     outputs = []
     for number, used in enumerate(seqused_k.tolist()):

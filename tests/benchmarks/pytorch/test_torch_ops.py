@@ -1,4 +1,4 @@
-"""What PyTorch's single ops are checked against is right, and what is wrong is far from it."""
+"""References that PyTorch's single ops are checked against: right, and far from wrong results."""
 
 from __future__ import annotations
 

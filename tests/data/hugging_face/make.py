@@ -159,7 +159,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def answers(model: Any, tokens: torch.Tensor) -> dict[str, np.ndarray]:
-    """What is recorded beside the tokens."""
+    """Outputs of the model that are recorded beside the tokens."""
     with torch.no_grad():
         if not hasattr(model.config, "router_aux_loss_coef"):
             return {"logits": model(tokens).logits.numpy()}

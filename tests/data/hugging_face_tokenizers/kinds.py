@@ -82,7 +82,7 @@ def byte_level(
 
 
 def with_beginning(tokenizer: Tokenizer, name: str, *first: Any) -> Tokenizer:
-    """The same with a token before each text."""
+    """Makes a tokenizer put a token before each text."""
     number = tokenizer.token_to_id(name)
     template = processors.TemplateProcessing(
         single=f"{name} $A", pair=f"{name} $A {name}:1 $B:1", special_tokens=[(name, number)]

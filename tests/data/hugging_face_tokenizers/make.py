@@ -339,7 +339,7 @@ def answers(tokenizer: Any) -> dict[str, Any]:
 
 
 def continued(tokenizer: Any, prompt: str, tokens: list[int]) -> str:
-    """What tokens add to the text of a prompt, as in the library's pipeline."""
+    """Text that tokens add to that of a prompt, as in the library's pipeline."""
     before = tokenizer(prompt).input_ids
     text = tokenizer.decode(before, skip_special_tokens=True)
     return tokenizer.decode(before + tokens, skip_special_tokens=True)[len(text) :]

@@ -1,4 +1,4 @@
-"""What the shipped table says of each of its entries, if that entry is left out."""
+"""Answers of the shipped table about each of its entries, if that entry is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tables say of a site: its own entry, or those of sites that are nearly the same."""
+"""Answers of tables about a site: its own entry, or those of sites that are nearly the same."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_entries_decide_about_their_own_recipe_alone(fp8: RecipeName | None) -> 
 def test_entries_of_our_kernel_say_nothing_about_sizes_that_it_leaves_to_xla(
     sizes: tuple[int, int], is_near: bool, fp8: RecipeName
 ) -> None:
-    """It needs contracted sizes that are multiples of 128 in 8 bits, and columns of 64."""
+    """The kernel needs contracted sizes that are multiples of 128 in 8 bits, and columns of 64."""
     tables = [
         (
             "a table",

@@ -98,7 +98,7 @@ def test_one_line_for_each_entry_in_an_order_of_its_own() -> None:
 
 
 def test_a_site_that_records_cannot_describe_is_refused() -> None:
-    """It would be read again as another site: a matmul, or one of whole weights."""
+    """The site would be read again as another one: a matmul, or one of whole weights."""
     for attribute in (
         {"einsum": Einsum("sd,sf->df", ((8, 8), (8, 8)), True)},
         {"weight_shards": WeightShards("fsdp", 2, 0)},
@@ -348,7 +348,7 @@ def test_the_users_table_decides_on_a_cpu(cache: Path) -> None:
 
 
 class TestWithoutAHomeDirectory:
-    """As in containers, whose users may have numbers that the machine has no names for."""
+    """Users in containers may have no home, and numbers that the machine has no names for."""
 
     @pytest.fixture(autouse=True)
     def _no_home(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ PLAN = {"up": Column(), "down": Row()}
 
 @pytest.fixture
 def explicit() -> Mesh:
-    """What `jax.make_mesh` returns."""
+    """A mesh as `jax.make_mesh` returns it."""
     return jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
 
 
@@ -55,7 +55,7 @@ class Block(nnx.Module):
 
 
 class LinenBlock(linen.Module):
-    """The same in linen."""
+    """The layers of `Block` in linen."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -57,7 +57,7 @@ class Parallel(nnx.Module):
 
 
 class Plain(nnx.Module):
-    """The same of Flax's."""
+    """The feed-forward of `Parallel`, of Flax's layers."""
 
     def __init__(self):
         options: Any = dict(rngs=nnx.Rngs(0), use_bias=False)
@@ -68,7 +68,7 @@ class Plain(nnx.Module):
 
 
 class PlainLinen(linen.Module):
-    """The same of linen's."""
+    """The feed-forward of `Parallel`, of linen's layers."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:

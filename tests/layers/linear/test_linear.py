@@ -63,7 +63,7 @@ class Block(nnx.Module):
 
 
 class FlaxBlock(nnx.Module):
-    """The same block of Flax's layers, with the same paths."""
+    """The layers of `Block` as Flax has them, with the same paths."""
 
     def __init__(self):
         options: Any = dict(BIAS, rngs=nnx.Rngs(0))

@@ -73,7 +73,7 @@ def gradients(mesh: Any, x: jax.Array, weight: jax.Array, **options: Any) -> Any
 
 
 def reference(x: Any, weight: Any, layers: Layers) -> Any:
-    """The same in float64, with gradients derived by hand."""
+    """Computes what `gradients` does in float64, with gradients derived by hand."""
     wide = lambda a: np.asarray(a, np.float64)  # noqa: E731
     flat = lambda w, rows: wide(w).reshape(rows, -1)  # noqa: E731
     x, dy, scale = wide(x), wide(weight), LORA.scale

@@ -367,7 +367,7 @@ def test_the_example_of_the_readme_computes_the_same() -> None:
 
 @pytest.mark.parametrize("pattern", ["", "*"])
 def test_a_linear_layer_that_is_the_model_is_refused(pattern: str, mesh: Mesh) -> None:
-    """It would have to become another object."""
+    """The layer would have to become another object."""
     message = rf"plan\['{re.escape(pattern)}'\]: the model itself is the Linear, which cannot be"
     with pytest.raises(ValueError, match=message):
         parallelize(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), {pattern: Column()}, mesh=mesh)

@@ -41,7 +41,7 @@ def whole_params(name: str) -> dict[str, np.ndarray]:
 
 
 def params_of(name: str, generator: Generator) -> dict[str, jax.Array]:
-    """The same on a mesh. Padding is poisoned: it must not be read."""
+    """The parameters of `whole_params` on a mesh. Padding is poisoned: it must not be read."""
     params = {}
     for path, leaf in generator.abstract_params.items():
         array = whole_params(name)[path]

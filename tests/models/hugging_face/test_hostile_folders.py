@@ -196,7 +196,7 @@ def test_a_snapshot_may_not_link_past_its_blobs(tmp_path):
 
 
 def test_a_folder_without_permission_is_a_sentence(tmp_path, monkeypatch):
-    """As root, no file is forbidden, so the answer of the operating system is made here."""
+    """No file is forbidden to root, so the answer of the operating system is made here."""
     shards(tmp_path / "model")
 
     def forbidden(path: Any, *arguments: Any, **options: Any) -> Any:

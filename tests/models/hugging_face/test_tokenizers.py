@@ -29,7 +29,7 @@ NAMES = sorted(file.parent.name for file in DATA.glob("*/expected.json"))
 
 @cache
 def expected(name: str) -> dict[str, Any]:
-    """What the library answers, by the file tokenizer.json as it is written."""
+    """Answers of the library, by the file tokenizer.json as it is written."""
     found = json.loads((DATA / name / "expected.json").read_text())
     return found.get("as_written", found)
 

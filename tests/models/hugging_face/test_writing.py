@@ -1,4 +1,4 @@
-"""What is imported and exported is what it was, bit for bit."""
+"""Imported and exported models are what they were, bit for bit."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_a_norm_beside_its_stream_has_the_same_gradients(
 
 
 def test_gradients_wait_for_each_other_before_devices_add_theirs(make_mesh: MeshFactory) -> None:
-    """What a device has summed takes little memory, and sums over devices can be collected."""
+    """Sums of one device take little memory, and sums over devices can be collected."""
     local = jax.grad(functools.partial(loss, True), argnums=(0, 1))
     specs = P(), P(AXIS)
     sharded = jax.shard_map(local, mesh=make_mesh({AXIS: 2}), in_specs=specs, out_specs=specs)

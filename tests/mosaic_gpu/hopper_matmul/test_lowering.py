@@ -320,7 +320,7 @@ def launch_of(problem: MatmulProblem, tiling_: Tiling) -> tuple[Callable, tuple]
 
 
 def factors(form: tuple[MatmulProblem, Tiling]) -> dict[str, Any]:
-    """What decides which code a kernel has."""
+    """Facts that decide which code a kernel has."""
     problem, tiling_ = form
     axes = {"x": problem.x_contracted_axis, "w": problem.w_contracted_axis}
     order = {"grid_minor_dim": None, "grid_tile_width": None}

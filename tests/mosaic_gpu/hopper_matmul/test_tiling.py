@@ -33,7 +33,7 @@ every_unmeasured = pytest.mark.parametrize("problem", UNMEASURED, ids=str)
 
 
 def assert_fits(problem: MatmulProblem, tiling: Tiling) -> None:
-    """What the kernel takes for granted."""
+    """Checks what the kernel takes for granted."""
     assert tiling.shared_memory_bytes <= SHARED_MEMORY_BYTES
     assert problem.can_swizzle(tiling)
     # The stage of a step is free again once the step after it has begun.
@@ -134,7 +134,7 @@ def test_ragged_sizes_get_a_tiling() -> None:
 
 
 def test_time_goes_by_waves() -> None:
-    """As many tiles as multiprocessors take as long as one."""
+    """Tiles, one on each multiprocessor, take as long as a single one."""
     tiling = Tiling(128, 256, cluster_dimension=None)
 
     def predicted(rows: int, batch: int = 1) -> float:

@@ -42,7 +42,7 @@ def _value(argument: Any) -> int:
 
 
 def _target(argument: Any) -> Any:
-    """What `ctypes.byref` refers to."""
+    """The object that `ctypes.byref` refers to."""
     return argument._obj
 
 

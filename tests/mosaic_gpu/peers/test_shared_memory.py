@@ -111,7 +111,7 @@ class Node:
         monkeypatch.setenv(TIMEOUT_VARIABLE, "30")
 
     def run(self, act: Callable[[int], Any], processes: Sequence[int] | None = None) -> list[Any]:
-        """What `act` returns, or the error that it raises, in each process."""
+        """Returns what `act` returns, or the error that it raises, in each process."""
 
         def one(process: int) -> Any:
             self.here.process = process
@@ -365,7 +365,7 @@ def test_pools_that_grow_are_refused(monkeypatch: Patch) -> None:
     ["cuMemGetAddressRange_v2", "cuMemRetainAllocationHandle", "cuMemExportToShareableHandle"],
 )
 def test_pools_that_nobody_may_map_are_refused(function: str, monkeypatch: Patch) -> None:
-    """As those of cudaMalloc, or of allocations that may not be exported."""
+    """Pools of cudaMalloc cannot be mapped, nor can allocations that may not be exported."""
     node = Node((1, 1), monkeypatch)
     XlaPools(node, monkeypatch)
     node.drivers[1].failures[function] = NOT_SUPPORTED

@@ -158,7 +158,7 @@ def test_backward_with_the_log_sum_exp_of_more_keys() -> None:
 
 
 def test_a_query_that_sees_nothing_has_zeros() -> None:
-    """As a chunk of a sharded sequence can have; more queries than keys, aligned to the last."""
+    """Chunks of a sharded sequence can have one: more queries than keys, aligned to the last."""
     kernel = XlaAttention()
     (query, key, value, _), cotangent = AttentionCase().arrays()
     key, value = key[:, :20], value[:, :20]

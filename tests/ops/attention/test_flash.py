@@ -34,7 +34,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def library(name: str, results: Any, **_: Any) -> Any:
-    """What the function of the library of this name computes, from its interface alone."""
+    """Computes what the library's function of this name does, from its interface alone."""
     forward, packed = name.endswith("fwd"), "varlen" in name
 
     def call(*operands: Any, **attributes: Any) -> Any:

@@ -24,7 +24,7 @@ LIMIT, SLOPE = 7.0, 1.702
 
 
 class Values(NamedTuple):
-    """What the op has gradients of, global, or these gradients."""
+    """Arrays that the op has gradients of, global, or these gradients."""
 
     x: Any
     weights: Any

@@ -1,4 +1,4 @@
-"""What `explain` says of expert ops and of their grouped matmuls, and refusals by name."""
+"""Lines of `explain` on expert ops and on their grouped matmuls, and refusals by name."""
 
 from __future__ import annotations
 

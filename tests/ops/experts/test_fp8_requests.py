@@ -1,4 +1,4 @@
-"""What expert ops in 8 bits send and say, how they are measured, and what models promise."""
+"""Expert ops in 8 bits: what they send and say, how they are measured, and what models promise."""
 
 from __future__ import annotations
 

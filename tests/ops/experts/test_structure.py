@@ -1,4 +1,4 @@
-"""What the programs hold: permutes and their bytes, rows of one visit, and no gathered array."""
+"""Contents of the programs: permutes and their bytes, rows of one visit, and no gathered array."""
 
 from __future__ import annotations
 

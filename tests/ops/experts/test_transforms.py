@@ -103,7 +103,7 @@ def test_values_where_gate_and_up_are_kept(make_mesh: MeshFactory) -> None:
 
 
 def test_kept_products_have_a_name(make_mesh: MeshFactory) -> None:
-    """What `jax.checkpoint` may keep by that name: gate and up of each visit, [T k, f]."""
+    """Products that `jax.checkpoint` may keep by that name: gate and up of each visit, [T k, f]."""
     arrays = CASE.arrays()
     fun = CASE.sharded(make_mesh({"expert": 2}))
     jaxpr = jax.make_jaxpr(lambda x: jax.vjp(lambda x: fun(x, *arrays[1:6]), x)[0])(arrays.x)

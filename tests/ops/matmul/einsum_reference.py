@@ -125,7 +125,7 @@ class EinsumCase:
         )
 
     def reference(self, arrays: list[np.ndarray]) -> Outcome:
-        """The same of whole arrays."""
+        """Results and gradients of whole arrays."""
         x, w, dy = (array.astype(np.float64) for array in arrays)
         return Outcome(
             ys=(self._einsum((0, x), (1, w), 2),),

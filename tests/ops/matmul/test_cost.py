@@ -55,7 +55,7 @@ def choice(site: Site) -> str:
 
 
 def host_seconds(devices: int) -> float:
-    """What the host takes for a ring of one matmul."""
+    """Seconds that the host takes for a ring of one matmul."""
     return HOPPER.host_seconds + (devices - 1) * cost.HOST_SECONDS_PER_PERMUTE
 
 

@@ -1,4 +1,4 @@
-"""What is in the programs of collective_einsum, of every form and implementation."""
+"""Contents of the programs of collective_einsum, of every form and implementation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def use_of(case: EinsumCase) -> Use:
 
 
 def passes(case: EinsumCase, mesh: Mesh) -> tuple[Jaxpr, Jaxpr]:
-    """What a device runs forward; and backward, where the forward's result is not used."""
+    """Programs of a device: forward; and backward, where the forward's result is not used."""
     x, w, dy = case.arrays(0)
     backward = on_stacks(lambda x, w, dy: jax.vjp(case.call, x, w)[1](dy), mesh)
     return (

@@ -1,4 +1,4 @@
-"""What the labels of an einsum say, without JAX."""
+"""Meanings of the labels of an einsum, without JAX."""
 
 from __future__ import annotations
 

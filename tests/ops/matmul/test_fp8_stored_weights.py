@@ -60,7 +60,7 @@ class StoredCase(Fp8Case):
         return x, (by_dimension[self.weight_dimension],) * len(ws), ys
 
     def arrays(self, seed: int = 0) -> tuple[Any, list[Any], list[Any]]:
-        """As for a case; a second weight is larger, so that scales in common show."""
+        """Arrays of a case, where a second weight is larger, so that scales in common show."""
         x, ws, dys = super().arrays(seed)
         return x, [w * np.float32(8**i) for i, w in enumerate(ws)], dys
 
@@ -82,7 +82,7 @@ class StoredCase(Fp8Case):
         return (getattr(collective_matmul, self.op)(x, ws[0], AXIS, **keywords),)
 
     def compare(self, mesh: Any, seed: int = 0, run: Any = jax.jit) -> Comparison:
-        """As for arrays; gradients of frozen weights are zero."""
+        """Compares as for arrays; gradients of frozen weights are zero."""
         compared = super().compare(mesh, seed, run)
         if self.stored != "frozen":
             return compared

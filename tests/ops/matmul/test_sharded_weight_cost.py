@@ -41,7 +41,7 @@ def ring_seconds(site: Site) -> float:
 
 
 def added_seconds(site: Site) -> float:
-    """What sharding the weights adds to the ring."""
+    """Seconds that sharding the weights adds to the ring."""
     return ring_seconds(site) - ring_seconds(replace(site, weight_shards=None))
 
 

@@ -73,7 +73,7 @@ class ShardedCase(Case):
         return (getattr(collective_matmul, self.op)(x, ws[0], AXIS, **keywords),)
 
     def bounds(self, arrays: tuple) -> Any:
-        """As for a case on all devices: sums over either axis are rounded."""
+        """Bounds of a case on all devices: sums over either axis are rounded."""
         fields: Any = {name: getattr(self, name) for name in Case.__dataclass_fields__}
         everywhere = Case(**fields | {"devices": self.devices * self.weight_devices})
         return everywhere.bounds(arrays)

@@ -1,4 +1,4 @@
-"""What a site says of itself, and where it says that it stands."""
+"""Descriptions of a site, and where it says that it stands."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ NUMBERS = {
 
 @functools.cache
 def whole_steps(config: OptimizerConfig) -> dict[str, np.ndarray]:
-    """The same by `optax.contrib.muon` without a mesh, on stacked parameters."""
+    """Parameters after steps of `optax.contrib.muon` without a mesh, on stacked parameters."""
 
     def numbers(tree: Any) -> Any:
         return {
@@ -383,7 +383,7 @@ def matmul_flops(jaxpr: Any) -> int:
 
 
 def matmul_flops_of(equation: Any) -> int:
-    """The same of one equation, with those inside of it."""
+    """Twice the multiplications of one equation's matmuls, with those inside of it."""
     inside = sum(map(matmul_flops, jaxprs_in_params(equation.params)))
     inside *= equation.params.get("length", 1)  # Of a scan. That of the momentum alone is 0.
     if equation.primitive.name != "dot_general":

@@ -89,7 +89,7 @@ def test_the_loss_falls_as_in_bfloat16(changes: dict[str, Any], in_bfloat16: np.
 def test_overlap_quantizes_the_same_layers(
     changes: dict[str, Any], in_bfloat16: np.ndarray
 ) -> None:
-    """What the plain models are rewritten to trains as the layers with `fp8` do."""
+    """The rewritten plain models train as the layers with `fp8` do."""
     devices = {"mesh": 1, **changes}
     mesh = MESH._replace(fsdp=devices.pop("mesh"))
     rewritten, layers = (
@@ -215,7 +215,7 @@ def operands_of(primitive: str, jaxpr: Any) -> Iterator[Any]:
 
 
 def test_what_is_computed_again_takes_no_array_of_a_quantized_weight() -> None:
-    """It would stay in memory beside the values in 8 bits."""
+    """The array would stay in memory beside the values in 8 bits."""
     step = step_of(*accumulating({"fp8": "rowwise", "remat": "full"}))
     taken = {(*operand.shape, operand.dtype.itemsize) for operand in operands_of("remat2", step)}
     kernels = both_ways(KERNELS)
@@ -363,7 +363,7 @@ def test_memory_of_copies_of_shards(gather: Any, microbatches: int) -> None:
 
 
 def test_configurations_without_the_fields_keep_their_dtype(capsys: Any, tmp_path: Path) -> None:
-    """As earlier releases wrote them."""
+    """Earlier releases wrote such configurations."""
     main(["--preset", "debug", "--print-config"])
     values = json.loads(capsys.readouterr().out)
     assert values.pop("fp8") is None

@@ -44,7 +44,7 @@ def node(prefix: str, gpus: int) -> list[InstalledGpu]:
 def shares(
     environments: Sequence[tuple[Mapping[str, str], Sequence[InstalledGpu]]],
 ) -> list[list[str]]:
-    """What each process takes, by its variables and the GPUs that it may open."""
+    """Shares that processes take, by their variables and the GPUs that they may open."""
     seen = [visible_gpus(variables, installed) for variables, installed in environments]
     views = [view(e[0], gpus) for e, gpus in zip(environments, seen, strict=True)]
     return [own_share(views, number, gpus) for number, gpus in enumerate(seen)]

@@ -71,7 +71,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def connection(no_launcher: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What JAX, which is otherwise its own, would tell its coordination service.
+    """Records what JAX, which is otherwise its own, would tell its coordination service.
 
     Other processes say what "others" has, or that they have no GPUs.
     """

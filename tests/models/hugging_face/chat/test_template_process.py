@@ -98,7 +98,7 @@ print(len(answers), all(answers))
 
 
 def test_a_fork_has_a_process_of_its_own():
-    """As data loaders fork their workers, also while another thread is rendering."""
+    """Data loaders fork their workers like this, also while another thread is rendering."""
     output = run("""
 print(rendered("a"))
 mine = worker()

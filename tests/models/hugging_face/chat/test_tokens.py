@@ -184,7 +184,7 @@ def test_a_prompt_that_ends_in_a_space_keeps_its_token(tmp_path):
 
 
 def test_a_template_that_rewrites_earlier_answers_gives_a_sequence_for_each(tmp_path):
-    """As those of models that think: a thought is written for the last answer alone."""
+    """Models that think have such templates: a thought is written for the last answer alone."""
     text = CHATML.replace(
         "{{ m.content }}",
         "{% if m.role == 'assistant' and loop.last %}<think>{{ m.reasoning_content }}</think>"

@@ -1,4 +1,4 @@
-"""What the model chooses on described H100: a kernel, never XLA's scores, and balance."""
+"""Choices of the model on described H100: a kernel, never XLA's scores, and balance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FlashAttention-3's library is given for parts, by a function of XLA in its place."""
+"""Operands that FlashAttention-3's library gets for parts; a function of XLA is in its place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _installed() -> Iterator[None]:
 
 
 def library(name: str, results: Any, **_: Any) -> Any:
-    """What the function of the library of this name computes, from its interface alone."""
+    """Computes what the library's function of this name does, from its interface alone."""
     assert "varlen" in name
 
     def call(*operands: Any, **attributes: Any) -> Any:

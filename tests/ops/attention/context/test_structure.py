@@ -1,4 +1,4 @@
-"""What the programs hold: permutes and their bytes, no repeated keys, no scores of all tokens."""
+"""Contents of the programs: permutes and their bytes, no repeated keys, no scores of all tokens."""
 
 from __future__ import annotations
 

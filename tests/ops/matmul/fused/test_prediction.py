@@ -1,4 +1,4 @@
-"""What the fused kernels are predicted to take, against the table that ships."""
+"""Times that the fused kernels are predicted to take, against the table that ships."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What configurations of the reduce-scatter matmul kernel are predicted to take."""
+"""Times that configurations of the reduce-scatter matmul kernel are predicted to take."""
 
 from __future__ import annotations
 

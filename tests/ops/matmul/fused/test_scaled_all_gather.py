@@ -71,7 +71,7 @@ CONFIGS = {
 
 
 def load_from_rows(arrays: Sequence[Any], number: Any, plane: Any, row: Any, column: Any) -> Any:
-    """As the interpreter can: of parts of tiles that are beyond the last row, any numbers."""
+    """Loads as the interpreter can: any numbers for parts of tiles that are beyond the last row."""
 
     def read(array: Any) -> Any:
         planes, rows, _ = array.shape

@@ -50,7 +50,7 @@ NEVER = np.nan
 
 
 class Array(NamedTuple):
-    """What a kernel knows of an array."""
+    """An array, as far as a kernel knows it."""
 
     shape: tuple[int, ...]
     dtype: Any = jnp.float32

@@ -1,4 +1,4 @@
-"""What is in the program: how many collectives and matmuls, what waits for what, what is alive.
+"""Contents of the program: collectives and matmuls, what waits for what, what is alive.
 
 The jaxpr tells what a ring asks for. The compiled HLO tells that XLA neither merged nor added
 communication; only one direction at a time is compiled for that, since XLA may find that a forward
@@ -93,7 +93,7 @@ def backward(case: Case, mesh: Mesh) -> tuple[Callable, tuple]:
 
 
 def local_jaxpr(fun: Callable, arguments: tuple) -> Jaxpr:
-    """What one device runs: the jaxpr inside the `shard_map` that `fun` is."""
+    """Program that one device runs: the jaxpr inside the `shard_map` that `fun` is."""
     (equation,) = jax.make_jaxpr(fun)(*arguments).jaxpr.eqns
     (inner,) = jaxprs_in_params(equation.params)
     return inner
