@@ -34,7 +34,7 @@ NOTHING_SHOWN = (
     " program shows neither. Make the mesh with jax.make_mesh(shape, names,"
     " axis_types=(jax.sharding.AxisType.Explicit,) * len(names)) and put the arguments on it; or"
     " write the communication with jax.shard_map; or give the model's linear layers to"
-    " collective_matmul.layers.parallelize.parallelize"
+    " collective_matmul.layers.parallelize"
 )
 
 
