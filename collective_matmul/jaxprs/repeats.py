@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from collective_matmul.jaxprs.bodies import CALLS, Body, bodies_of, opened
+from collective_matmul.jaxprs.bodies import CALLS, CONTROL_FLOW, Body, bodies_of
 from collective_matmul.jaxprs.graph import is_pure
 from collective_matmul.jaxprs.walks import Scope
 
@@ -25,8 +25,9 @@ def repeats(
     """Yields the selected equations that repeat an earlier one.
 
     Two equations are equal if they have the same primitive, parameters and operands, where operands
-    are followed into calls and shard_maps. What a loop or a branch executes is equal to other
-    equations in it alone, and what `jax.checkpoint` computes again to none before.
+    are followed into calls and shard_maps, and not into kernels. What a loop or a branch executes
+    is equal to other equations in it alone, and what `jax.checkpoint` computes again to none
+    before.
 
     Args:
       program: the traced program.
@@ -74,9 +75,9 @@ class _Numbering:
                 return self._of_jaxpr(bodies[0].jaxpr, bodies[0].arguments(given), runs)
             if name == "shard_map":
                 return self._of_shard_map(equation, bodies[0], operands, runs)
-        for body in bodies:
+        for body in bodies if name in CONTROL_FLOW else ():  # Kernels communicate by themselves.
             steps = 1 if body.steps is None else body.steps
-            self._of_jaxpr(body.jaxpr, self._new(opened(body.value).invars), runs * steps)
+            self._of_jaxpr(body.jaxpr, self._new(body.jaxpr.invars), runs * steps)
         if bodies or not is_pure(equation):
             return self._new(equation.outvars)
         key = name, self._of_params(equation), *operands
