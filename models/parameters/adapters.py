@@ -172,12 +172,6 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
 
 
-def adapters_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The paths of ``lora_a`` and ``lora_b`` of each adapted kernel, by that of the kernel."""
-    kernels = (name.removesuffix(LORA_A) for name in names if name.endswith(f".{LORA_A}"))
-    return {path + KERNEL: (path + LORA_A, path + LORA_B) for path in kernels}
-
-
 def set_dropout(block: nnx.Module, key: jax.Array | None) -> None:
     """Gives each adapter of a block that has dropout a key of its own, for the calls that follow;
     with None they have no dropout."""
@@ -186,18 +180,3 @@ def set_dropout(block: nnx.Module, key: jax.Array | None) -> None:
         dropout.deterministic = key is None
         own: Any = None if key is None else functools.partial(jax.random.fold_in, key, number)
         dropout.rngs = own
-
-
-def adapter_json(config: LoraConfig | None) -> dict[str, Any] | None:
-    """The configuration as plain values, as checkpoints hold it; None without adapters."""
-    if config is None or config.rank is None:
-        return None
-    return {
-        "rank": config.rank,
-        "alpha": config.alpha,
-        "dropout": config.dropout,
-        "targets": config.targets,
-        "rslora": config.rslora,
-        "train": config.train,
-        "base_format": config.base_format,
-    }
