@@ -8,13 +8,19 @@ from train.memory.loop_copies import copied_before, passed_on
 from train.memory.operation import Operation
 from train.memory.postponed import postponed
 
-
 #: A matmul, its weight gradient, and two more of the chain, of which the last makes a result.
 FIRST = Operation("dot_general", (0, 1), (2,))
 GRADIENT = Operation("dot_general", (2, 0), (3,))
 SECOND = Operation("dot_general", (2, 1), (4,))
 LAST = Operation("dot_general", (4, 1), (5,))
 BARRIER = Operation("optimization_barrier", (3, 4), ())
+#: What is made for a gradient alone, and the gradient.
+MADE, OF_MADE = Operation("mul", (2,), (6,)), Operation("dot_general", (6, 0), (3,))
+REDUCED = Operation("reduce_sum", (2,), (3,))
+#: A sum of the gradient, matmuls that follow, and a barrier between them and the last one.
+SUMMED = Operation("reduce_scatter", (3,), (7,))
+MORE = Operation("dot_general", (4, 1), (8,)), Operation("dot_general", (8, 1), (9,))
+BOUND, END = Operation("optimization_barrier", (7, 9), ()), Operation("dot_general", (9, 1), (5,))
 
 
 @pytest.mark.parametrize(
@@ -25,25 +31,18 @@ BARRIER = Operation("optimization_barrier", (3, 4), ())
         ([FIRST, GRADIENT, SECOND, BARRIER, LAST], [FIRST, SECOND, GRADIENT, BARRIER, LAST]),
         # What is made for it alone goes with it.
         (
-            [FIRST, made := Operation("mul", (2,), (6,)), on := Operation("dot_general", (6, 0), (3,)), SECOND,
-             LAST],
-            [FIRST, SECOND, LAST, made, on],
+            [FIRST, MADE, OF_MADE, SECOND, LAST],
+            [FIRST, SECOND, LAST, MADE, OF_MADE],
         ),
         # A reduction runs with what makes its operand.
-        (
-            [FIRST, reduced := Operation("reduce_sum", (2,), (3,)), SECOND, LAST],
-            [FIRST, reduced, SECOND, LAST],
-        ),
+        ([FIRST, REDUCED, SECOND, LAST], [FIRST, REDUCED, SECOND, LAST]),
         # The sum of a gradient begins half way to the barrier, and the gradient before it.
         (
-            [FIRST, GRADIENT, total := Operation("reduce_scatter", (3,), (7,)), SECOND,
-             third := Operation("dot_general", (4, 1), (8,)), fourth := Operation("dot_general", (8, 1), (9,)),
-             bound := Operation("optimization_barrier", (7, 9), ()),
-             on_nine := Operation("dot_general", (9, 1), (5,))],
-            [FIRST, SECOND, GRADIENT, total, third, fourth, bound, on_nine],
+            [FIRST, GRADIENT, SUMMED, SECOND, *MORE, BOUND, END],
+            [FIRST, SECOND, GRADIENT, SUMMED, *MORE, BOUND, END],
         ),
     ],
-)  # fmt: skip
+)
 def test_what_no_matmul_waits_for_runs_late(operations, expected):
     assert postponed(operations, {5}) == expected
 
