@@ -224,6 +224,7 @@ def rings(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, 0),
         ({"gradient_accumulation_steps": 2}, 0),
         ({"remat": "dots"}, 0),
+        ({"remat": "projections"}, 1),  # The gather of gate and up.
         # A block's gathers and its first scatter; nothing needs the result of the second.
         ({"remat": "full"}, 3),
     ],
@@ -239,7 +240,7 @@ def test_every_site_of_a_plain_model_is_replaced(rings, changes, recomputed):
     assert {decision.implementation for decision in decisions} == {"ring"}
     # The embedding scatters forward and gathers backward, without a matmul. To recompute everything
     # but the matmuls, the backward gathers arrays that it needs for weight gradients only.
-    alone = 2 * config.model.num_layers if config.remat == "dots" else 0
+    alone = {"dots": 2, "projections": 1}.get(config.remat, 0) * config.model.num_layers
     assert (found["all_gather"], found["reduce_scatter"]) == (1 + alone, 1)
 
 
