@@ -165,7 +165,7 @@ def test_patterns_that_name_experts_quantize_them(patterns: str, expected: set[s
     changes: dict[str, Any] = {"fp8": "rowwise", "fp8_layers": patterns, "overlap": "ring"}
     trainer = Trainer(dataclasses.replace(RUN, **changes), MeshSizes(1, 2, 2))
     with record_decisions() as decisions:
-        trainer.step.lower(trainer.state, trainer.batch())
+        trainer.lowered()
     sites: Any = [decision.site for decision in decisions]
     of_experts = {"expert_mlp", "grouped_matmul"}
     narrow = {site.op for site in sites if site.fp8 == "rowwise"}

@@ -124,9 +124,8 @@ def test_rewrite_jit_gathers_shards_of_weights_in_8_bits() -> None:
 )
 def test_patterns_choose_layers(patterns: str, forward: dict[str, int]) -> None:
     """The ops of one block and of the head. The backward pass of an op is the other op."""
-    trainer = Trainer(tiny(fp8="rowwise", fp8_layers=patterns), MESH)
     with record_decisions() as decisions:
-        trainer.step.lower(trainer.state, trainer.batch())
+        step_of(tiny(fp8="rowwise", fp8_layers=patterns), MESH)
     for direction in ("forward", "backward"):
         sites = [d.site for d in decisions if d.site.direction == direction]
         chosen = Counter(site.op for site in sites if site.fp8 == "rowwise")
@@ -267,7 +266,18 @@ def test_shards_are_quantized_once_and_gathered_in_8_bits(
             {"fp8": "rowwise", "zero": 3, "fsdp": 2, "weight_gather": "matmuls"},
             marks=pytest.mark.exhaustive,
         ),
-        {"fp8": "rowwise", "fp8_layers": "*", "zero": 3, "fsdp": 2, "weight_gather": "blocks"},
+        {
+            "fp8": "rowwise",
+            "fp8_layers": "*",
+            "zero": 3,
+            "fsdp": 2,
+            "weight_gather": "blocks",
+            "overlap": "xla",
+        },
+        pytest.param(
+            {"fp8": "rowwise", "fp8_layers": "*", "zero": 3, "fsdp": 2, "weight_gather": "blocks"},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             {
                 "fp8": "tensorwise",
