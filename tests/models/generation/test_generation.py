@@ -64,8 +64,8 @@ def expected(name: str) -> list[list[int]]:
     return [s[len(p) :] for s, p in zip(sequences, PROMPTS, strict=True)]
 
 
-# Models whose programs other tests of this file use, one whose heads of keys are on several devices,
-# and the one with most peculiarities. tests/models/hugging_face/test_reading.py decodes all families.
+# Models whose programs other tests of this file use, one whose heads of keys are on several
+# devices, and the one with most peculiarities. test_reading.py, of files, decodes all families.
 BY_DEFAULT = [("padded", 1), ("padded", 4), ("window", 2), ("few heads of keys", 4), ("gpt-oss", 4)]
 
 

@@ -130,14 +130,18 @@ def test_dry_run_counts_bytes_on_a_mesh_without_devices(capsys):
 def test_dry_run_says_how_to_make_a_model_fit(capsys):
     arguments = "--dry-run --preset llama3-8b --mesh.data 1 --mesh.tensor 1 --batch-size 128"
     arguments += " --loss-chunk 0"  # In chunks, it fits as it is.
-    output = printed(capsys, shlex.split(f"{arguments} --sequence-length 2048"))
+    output = printed(
+        capsys, shlex.split(f"{arguments} --model.num-layers 2 --sequence-length 2048")
+    )
     found = re.search(
         rf"\ndoes not fit into the {ALLOCATED:,} bytes {OF_H200}, by [\d,]+: it fits with"
         r" (.*), which leaves ([\d,]+) bytes",
         output,
     )
     assert found is not None and "--gradient-accumulation-steps" in found[1]
-    advised = printed(capsys, shlex.split(f"{arguments} --sequence-length 2048 {found[1]}"))
+    advised = printed(
+        capsys, shlex.split(f"{arguments} --model.num-layers 2 --sequence-length 2048 {found[1]}")
+    )
     left = int(found[2].replace(",", "")) + ALLOCATED - usable(ALLOCATED)
     assert f"\nfits into the {ALLOCATED:,} bytes {OF_H200}: {left:,} are left" in advised
 
