@@ -120,8 +120,17 @@ SINKS: dict[str, Any] = {
 MUON = dataclasses.replace(SHORT.optimizer, kind="muon")
 
 CASES = [
+    # Sinks, and layers of two kinds in turns.
     pytest.param(
-        {"scan_layers": 2, "gradient_accumulation_steps": 2, "chat": True}, FAMILY, id="chat"
+        {"scan_layers": 1, "gradient_accumulation_steps": 2, "chat": True},
+        FAMILY | SINKS,
+        id="chat-sinks",
+    ),
+    pytest.param(
+        {"scan_layers": 2, "gradient_accumulation_steps": 2, "chat": True},
+        FAMILY,
+        id="chat",
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         {"gradient_accumulation_steps": 2, "scan_layers": 1},
@@ -129,8 +138,7 @@ CASES = [
         id="scan",
         marks=pytest.mark.exhaustive,
     ),
-    # Sinks, and layers of two kinds in turns.
-    pytest.param({"scan_layers": 1}, SINKS, id="sinks"),
+    pytest.param({"scan_layers": 1}, SINKS, id="sinks", marks=pytest.mark.exhaustive),
     pytest.param({}, SINKS, id="sinks-unrolled", marks=pytest.mark.exhaustive),
     pytest.param(
         {"separate_documents": True, "gradient_accumulation_steps": 2, "remat": "full"},
