@@ -60,7 +60,7 @@ class Trainer:
 
     @functools.cached_property
     def state(self) -> TrainState:
-        """What the next step begins with. A trainer that only lowers its step has none."""
+        """State that the next step begins with. A trainer that only lowers its step has none."""
         return first_state(self.config, self.model, self.optimizer, self.mesh)
 
     def restart(self):

@@ -377,7 +377,7 @@ def test_memory_of_copies_of_shards(gather: Any, microbatches: int) -> None:
 
 @pytest.mark.parametrize(("microbatches", "gather"), COPIES[1:])
 def test_explicit_axes_have_no_copies_of_shards(gather: Any, microbatches: int) -> None:
-    """What the types of arrays say is quantized where it is used."""
+    """Types of arrays say what is quantized where it is used."""
     without = weights_of_a_layer(microbatches, gather, None, "ring")
     assert weights_of_a_layer(microbatches, gather, "rowwise", "rewrite-jit") == without
 

@@ -188,7 +188,7 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
     deep = [*TINY, "--model.num-layers", "3", "--sequence-length", "1024"]
 
     def activations(*arguments: str) -> int:
-        mesh = make_abstract_mesh(MeshSizes(data=2, tensor=2))
+        mesh = make_abstract_mesh(MeshSizes(data=2, tensor=2), GPUS["H200"].device)
         return memory_of(parse([*deep, *arguments]), mesh).activations
 
     least = activations("--remat", "full")
