@@ -1,12 +1,13 @@
-"""``python -m benchmarks process_rings``: rings through NCCL, one process for each of two GPUs.
+"""``python -m benchmarks process_rings``: layers between two processes, each with one GPU.
 
-Layers of `benchmarks.step.stack`, forward, of which every candidate is timed in turns: the
-computation alone; plain JAX; rings of two devices written out, in plain JAX; and the library.
+Layers of `benchmarks.step.stack`, of which every candidate is timed in turns: the computation
+alone; plain JAX; rings of two devices written out, in plain JAX; and the library.
 "ring" joins the products of both chunks in one pass. "ring_in_place" writes each into the result,
 as the library does: with XLA's matmuls, XLA makes one program of this and of the library's ring.
 "ring_of_gathers" has all-gathers instead of permutes. All rings have NCCL's symmetric buffers, but
 for "ring_plain_buffers". NCCL's own settings are those of the environment, such as
-``NCCL_CTA_POLICY=2``, which leaves gathers to copy engines.
+``NCCL_CTA_POLICY=2``, which leaves gathers to copy engines. "fused" and "one_shot" are kernels that
+address the other process's memory, and "auto" is what the library chooses by itself.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
+import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,6 +28,7 @@ from jax import lax
 from benchmarks.comparison.candidates import COMPILERS, Candidate
 from benchmarks.comparison.communication import AXIS, CollectiveMatmul, NoCommunication, PlainJax
 from benchmarks.comparison.operands import Operands, abstract, compile_maker
+from benchmarks.comparison.programs import Direction
 from benchmarks.internals import COMPUTE_ONLY
 from benchmarks.measuring.report import Report
 from benchmarks.measuring.settings import Settings, check, check_least, check_names
@@ -31,10 +36,12 @@ from benchmarks.measuring.tables import table
 from benchmarks.measuring.turns import one_at_a_time_on_cpus, take_turns
 from benchmarks.processes.together import Participant, device_kinds, participate, run_together
 from benchmarks.step.stack import SHAPES, StackCase
+from collective_matmul import explain
 
 PROCESSES = 2
 _SYMMETRIC = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
 _UNMERGED = {"xla_gpu_dot_merger_threshold_mb": "0"}
+_WITH_PEER_KERNELS = "overlap_jit(peer_kernels=True)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +52,12 @@ class ProcessRings(Settings):
     """Numbers of rows."""
     shape: str = "8B"
     """Which layers: those of `stack`."""
+    direction: Direction = "forward"
+    """Whether gradients are computed too."""
     layers: int = 4
     """Layers of every stack."""
+    candidates: tuple[str, ...] = ()
+    """Which candidates, besides the computation alone; default: all."""
     separate_autotuning: bool = False
     """Each process tries matmuls by itself, instead of a share of them for both."""
 
@@ -116,8 +127,12 @@ CANDIDATES: list[tuple[Candidate, dict[str, Any]]] = [
     (Candidate("ring_in_place", RingInPlace(), "jit"), _UNMERGED | _SYMMETRIC),
     (Candidate("ring_of_gathers", RingOfGathers(), "jit"), _UNMERGED | _SYMMETRIC),
     (Candidate("library_ring", CollectiveMatmul("ring"), "overlap_jit"), _SYMMETRIC),
+    (Candidate("one_shot", CollectiveMatmul("one_shot"), _WITH_PEER_KERNELS), {}),
+    (Candidate("fused", CollectiveMatmul("fused"), _WITH_PEER_KERNELS), {}),
     (Candidate("auto", CollectiveMatmul(None), "overlap_jit"), {}),
 ]
+
+NAMES = tuple(candidate.name for candidate, _ in CANDIDATES)
 
 
 def run(settings: ProcessRings) -> Report:
@@ -129,6 +144,7 @@ def run(settings: ProcessRings) -> Report:
     check(settings)
     check_least(settings, 1, "layers")
     check_names("shape", (settings.shape,), list(SHAPES))
+    check_names("candidates", settings.candidates, NAMES)
     kinds = device_kinds(settings.platform, PROCESSES)
     variables = {}
     if settings.separate_autotuning:
@@ -143,38 +159,63 @@ def run(settings: ProcessRings) -> Report:
 
 def ratios(content: dict[str, Any]) -> str:
     """The time of each candidate over that of the computation alone, and this in milliseconds."""
+    cases = content["cases"]
     medians = {
         case["name"]: {name: statistics.median(times) for name, times in case["times"].items()}
-        for case in content["cases"]
+        for case in cases
     }
-    lines = [
-        [each.name, *(f"{m[each.name] / m[COMPUTE_ONLY]:.3f}" for m in medians.values())]
-        for each, _ in CANDIDATES
-    ]
+
+    def ratio(name: str, times: dict[str, float]) -> str:
+        return f"{times[name] / times[COMPUTE_ONLY]:.3f}" if name in times else "–"
+
+    timed = [name for name in NAMES if any(name in times for times in medians.values())]
+    lines = [[name, *(ratio(name, m) for m in medians.values())] for name in timed]
     alone = [f"{1e3 * times[COMPUTE_ONLY]:.3f}" for times in medians.values()]
     lines += [[f"ms of a layer, {COMPUTE_ONLY}", *alone]]
-    return f"Medians over those of the computation alone:\n\n{table(['', *medians], lines)}"
+    lines += [["auto takes", *(", ".join(case.get("taken", ())) for case in cases)]]
+    why = [
+        f"{name} at {case['name']}: {r}"
+        for case in cases
+        for name, r in case.get("failed", {}).items()
+    ]
+    shown = table(["", *medians], lines)
+    return "\n\n".join([f"Medians over those of the computation alone:\n\n{shown}", *why])
 
 
 def _work(settings: ProcessRings, participant: Participant) -> None:
     """Measures all cases."""
     operands = Operands(participant.join(), np.dtype(settings.array_dtype))
+    names = (COMPUTE_ONLY, *(settings.candidates or NAMES))
     for rows in settings.rows:
         shape = dataclasses.replace(SHAPES[settings.shape], rows=rows)
-        case = StackCase(shape, "forward", settings.layers)
-        programs = {each.name: case.build(operands, each) for each, _ in CANDIDATES}
+        case = StackCase(shape, settings.direction, settings.layers)
+        chosen = [(each, options) for each, options in CANDIDATES if each.name in names]
+        programs = {each.name: case.build(operands, each) for each, _ in chosen}
         made = compile_maker([program.arguments for program in programs.values()])()
-        runs = {}
-        for each, options in CANDIDATES:
+        runs, failed, taken = {}, {}, set()
+        for each, options in chosen:
             fun, arguments, *_ = programs[each.name]
-            jitted = COMPILERS[each.compiler](fun, compiler_options=options)
-            compiled = jitted.lower(*abstract(arguments)).compile()
-            runs[each.name] = one_at_a_time_on_cpus(made.bind(compiled, arguments))
+            # Not lowered first: `overlap_jit` allows peer kernels by itself in calls only.
+            run = made.bind(COMPILERS[each.compiler](fun, compiler_options=options), arguments)
+            began = time.perf_counter()
+            try:
+                jax.block_until_ready(run())
+            except ValueError as error:
+                failed[each.name] = str(error)
+                continue
+            if participant.number == 0:
+                seconds = time.perf_counter() - began
+                print(f"M {rows}: {each.name} after {seconds:.1f} s", file=sys.stderr, flush=True)
+            runs[each.name] = one_at_a_time_on_cpus(run)
+            if each.name == "auto":
+                explained = explain(fun)(*abstract(arguments))
+                taken = {decision.implementation for decision in explained.decisions}
         times = {
             name: [seconds / settings.layers for seconds in samples]
             for name, samples in take_turns(runs, settings).items()
         }
-        participant.tell({"name": f"M {rows}", "times": times})
+        measured = {"name": f"M {rows}", "times": times, "failed": failed, "taken": sorted(taken)}
+        participant.tell(measured)
 
 
 if __name__ == "__main__":
