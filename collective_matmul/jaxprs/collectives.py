@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import jax
 from jax.extend.core import JaxprEqn
 
 from collective_matmul.hardware import Rates
@@ -19,8 +20,14 @@ def axes_of(equation: JaxprEqn) -> tuple:
 
 
 def is_collective_kernel(equation: JaxprEqn) -> bool:
-    """Whether NCCL's kernels execute the equation: any communication but that of permutes."""
-    if equation.primitive.name in ("axis_index", "ppermute"):
+    """Whether NCCL's kernels execute the equation.
+
+    They execute any communication but permutes within one process, which are copies.
+    """
+    name = equation.primitive.name
+    if name == "ppermute":
+        return jax.process_count() > 1
+    if name == "axis_index":
         return False
     return communicates(equation) and not equation.params.keys().isdisjoint(("axes", "axis_name"))
 
@@ -42,6 +49,8 @@ def collective_seconds(equation: JaxprEqn, axis_sizes: Mapping[str, int], gpu: R
     larger = equation.outvars if name.startswith("all_gather") else equation.invars
     arrays = map(type_of, larger)
     size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    if name == "ppermute":
+        return gpu.collective_seconds + size / gpu.link_bytes
     sums = name.startswith(("psum", "pmax", "pmin"))
     passes = 2 if sums else 1
     return gpu.collective_seconds + passes * size * (devices - 1) / devices / gpu.link_bytes

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.dispatch.recording import Decision
@@ -71,7 +72,7 @@ def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
     """The decision for a program that was traced while it was undecided.
 
     A collective counts if NCCL executes it, at any depth and as often as loops repeat it. Over axes
-    of one device it takes no time. Permutes stay asynchronous.
+    of one device it takes no time. Permutes within one process stay asynchronous.
 
     Args:
       program: the program, without kernels that address peers' memory.
@@ -138,12 +139,15 @@ def _most(branches: Iterable[Counter]) -> Counter:
 def _overlapped_seconds(decision: Decision) -> float:
     """Seconds of a request's collectives that XLA may have overlapped with something.
 
-    Other backends communicate by permutes.
+    Other backends communicate by permutes, which across processes are NCCL's kernels too. What they
+    hide is all that they were chosen for.
     """
     request = decision.site
-    if decision.implementation != REFERENCE or not request.communicates:
+    if not request.communicates:
         return 0.0
-    return request.overlapped_seconds
+    if decision.implementation == REFERENCE:
+        return request.overlapped_seconds
+    return request.communication_seconds if jax.process_count() > 1 else 0.0
 
 
 def _axis_sizes(jaxpr: Jaxpr) -> Iterable[tuple[str, int]]:

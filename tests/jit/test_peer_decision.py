@@ -19,6 +19,7 @@ from collective_matmul.dispatch.run_counts import PROCESS_COUNTER
 from collective_matmul.explain import Explanation
 from collective_matmul.jit.peer_decision import MARGIN, PeerKernelDecision, decide_once
 from collective_matmul.layers import ColumnParallelLinear, RowParallelLinear
+from collective_matmul.mosaic_gpu.peers import shared_memory
 from collective_matmul.peer_access import UNDECIDED, peer_kernels_allowed
 from tests.dispatch.sites import BFLOAT16, H200
 from tests.explained import arguments, blocks, flat_arguments, on, plain
@@ -132,6 +133,43 @@ def test_what_collectives_cost(collective: Callable, seconds: float) -> None:
 
     decision = decision_for(sharded(body, mesh_of(), check_vma=False), *FEW)
     assert decision.cost_seconds == pytest.approx(seconds)
+
+
+@pytest.fixture
+def _two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tells this process that there is another one, with which it shares memory."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for name in ("unshared_reason", "unshared_pools_reason"):
+        monkeypatch.setattr(shared_memory, name, lambda: None)
+
+
+@pytest.mark.usefixtures("_two_processes")
+def test_across_processes_permutes_cost_too() -> None:
+    """NCCL's kernels execute them, which may not run beside ours."""
+
+    def body(x: jax.Array, weights: Any) -> jax.Array:
+        y = jnp.full((2**18,), x[0, 0], jnp.float32)  # 1 MiB
+        y = lax.ppermute(y, AXIS, [(i, (i + 1) % 4) for i in range(4)])
+        return blocks(x, weights) + jnp.max(y).astype(x.dtype)
+
+    decision = decision_for(sharded(body, mesh_of(), check_vma=False), *FEW)
+    assert decision.cost_seconds == pytest.approx(28e-6 + 2**20 / 3.76e11)
+
+
+@pytest.mark.usefixtures("_two_processes")
+def test_across_processes_a_ring_loses_what_it_hides() -> None:
+    def body(x: jax.Array, weights: Any) -> jax.Array:
+        ring = all_gather_matmul(x, weights[0][0], AXIS, implementation="ring")
+        return blocks(x, weights) + ring[: x.shape[0], : x.shape[1]]
+
+    shapes = arguments(256, 4096, 16_384, dtype=BFLOAT16)
+    decision = decision_for(sharded(body, mesh_of(), check_vma=False), *shapes)
+    (ring,) = (
+        each
+        for each in explain(sharded(body, mesh_of(), check_vma=False))(*shapes).decisions
+        if each.implementation == "ring"
+    )
+    assert decision.cost_seconds == pytest.approx(ring.communication_seconds)
 
 
 @pytest.mark.parametrize("repeat", ["scan", "fori_loop", "while_loop", "cond", "jit", "remat"])
