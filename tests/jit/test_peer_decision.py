@@ -172,6 +172,20 @@ def test_across_processes_a_ring_loses_what_it_hides() -> None:
     assert decision.cost_seconds == pytest.approx(ring.communication_seconds)
 
 
+@pytest.mark.usefixtures("_two_processes")
+@pytest.mark.parametrize("rows", [64, 512, 2048, 8192])
+def test_across_processes_kernels_are_chosen_as_within_one(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = arguments(rows, *WIDTHS, dtype=BFLOAT16)
+    across = explain(on(mesh_of()))(*shapes)
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    within = explain(on(mesh_of()))(*shapes)
+    assert backends_of(across) <= PEERS
+    if rows < 8192:  # Of 8192 rows a ring of copies is as fast.
+        assert backends_of(across) == backends_of(within)
+
+
 @pytest.mark.parametrize("repeat", ["scan", "fori_loop", "while_loop", "cond", "jit", "remat"])
 def test_loops_repeat_ops_and_collectives(repeat: str) -> None:
     """Steps of a scan, one step of a loop of unknown length, the longest of all branches."""

@@ -120,13 +120,6 @@ class Fused(MatmulBackend):
         )
         return reason or no_peer_access_reason() or requirements.peer_arrays_reason()
 
-    def unprofitable_reason(self, site: Site) -> str | None:
-        """Across processes, the kernels are taken by their name alone."""
-        del site
-        if jax.process_count() == 1:
-            return None
-        return f"is not proven on GPUs of {jax.process_count()} processes"
-
     def predict(self, site: Site) -> Prediction | None:
         """The prediction of the kernel's configuration, and what stacks add to it."""
         if rates() is None or site.einsum is not None or self.unsupported_reason(site):
