@@ -184,6 +184,12 @@ def ratios(content: dict[str, Any]) -> str:
 
 def _work(settings: ProcessRings, participant: Participant) -> None:
     """Measures all cases."""
+
+    def say(text: str) -> None:
+        # At once, as a later candidate may fail.
+        if participant.number == 0:
+            print(text, file=sys.stderr, flush=True)
+
     operands = Operands(participant.join(), np.dtype(settings.array_dtype))
     names = (COMPUTE_ONLY, *(settings.candidates or NAMES))
     for rows in settings.rows:
@@ -203,9 +209,7 @@ def _work(settings: ProcessRings, participant: Participant) -> None:
             except ValueError as error:
                 failed[each.name] = str(error)
                 continue
-            if participant.number == 0:
-                seconds = time.perf_counter() - began
-                print(f"M {rows}: {each.name} after {seconds:.1f} s", file=sys.stderr, flush=True)
+            say(f"M {rows}: {each.name} compiled and run in {time.perf_counter() - began:.1f} s")
             runs[each.name] = one_at_a_time_on_cpus(run)
             if each.name == "auto":
                 explained = explain(fun)(*abstract(arguments))
@@ -216,6 +220,7 @@ def _work(settings: ProcessRings, participant: Participant) -> None:
         }
         measured = {"name": f"M {rows}", "times": times, "failed": failed, "taken": sorted(taken)}
         participant.tell(measured)
+        say(ratios({"cases": [measured]}))
 
 
 if __name__ == "__main__":
