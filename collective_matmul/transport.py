@@ -58,10 +58,14 @@ def _slowest(transports: Iterable[Transport]) -> Transport:
     return TRANSPORTS[max(map(TRANSPORTS.index, transports), default=0)]
 
 
+def node_of(device: Any) -> int:
+    """The number of a device's node. JAX numbers those of GPUs; simulated devices are on one."""
+    return getattr(device, "slice_index", 0)
+
+
 def transport_between(devices: Sequence[Any]) -> Transport:
     """The transport between these devices. Without any, between those of this process."""
-    # JAX numbers the nodes of GPUs. Simulated devices are all on this one.
-    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+    if len(set(map(node_of, devices))) > 1:
         return "network"
     several = len({device.process_index for device in devices}) > 1
     return "nccl" if several or no_peer_access_reason() else "peer_copies"

@@ -125,7 +125,7 @@ def say(*what: object) -> None:
 def main(address: str, number: int, processes: int, part: str) -> None:
     jax.distributed.initialize(address, processes, number, initialization_timeout=60)
     mesh = jax.make_mesh((1, processes), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
-    assert simulated() or requirements.peer_arrays_reason() is None
+    assert simulated() or requirements.peer_arrays_reason("nccl") is None
     PARTS[part](mesh)
 
 

@@ -118,7 +118,7 @@ class Fused(MatmulBackend):
             reduce_scatter.reduce_scatter_unsupported_reason,
             reduce_scatter.all_reduce_unsupported_reason,
         )
-        return reason or no_peer_access_reason() or requirements.peer_arrays_reason()
+        return reason or no_peer_access_reason() or requirements.peer_arrays_reason(site.transport)
 
     def predict(self, site: Site) -> Prediction | None:
         """The prediction of the kernel's configuration, and what stacks add to it."""
