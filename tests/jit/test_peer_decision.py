@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -154,6 +155,29 @@ def test_across_processes_permutes_cost_too() -> None:
 
     decision = decision_for(sharded(body, mesh_of(), check_vma=False), *FEW)
     assert decision.cost_seconds == pytest.approx(28e-6 + 2**20 / 3.76e11)
+
+
+@pytest.mark.usefixtures("_two_processes")
+@pytest.mark.parametrize(("nodes", "rate"), [((0, 1), 5e10), ((0, 0), 3.76e11)])
+def test_a_sum_between_nodes_costs_what_the_network_takes(
+    nodes: tuple[int, int], rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An axis of data over two nodes of four devices each, or over one of eight."""
+    devices = [SimpleNamespace(id=n, process_index=n, slice_index=nodes[n // 4]) for n in range(8)]
+    kept = jax.devices()[0]
+    for each in devices:
+        each.platform, each.device_kind = kept.platform, kept.device_kind
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+
+    def body(x: jax.Array, weights: Any) -> jax.Array:
+        total = lax.psum(jnp.ones((2**24,), jnp.float32) * x[0, 0], "data")
+        return blocks(x, weights) + total[0].astype(x.dtype)
+
+    mesh = AbstractMesh((2, 4), ("data", AXIS), (AxisType.Auto,) * 2, abstract_device=H200)
+    decision = decision_for(sharded(body, mesh, check_vma=False), *FEW)
+    assert decision.cost_seconds == pytest.approx(28e-6 + 2**26 / rate)
+    assert decision.gain_seconds > 0  # Its tensor axis stays on a node.
 
 
 @pytest.mark.usefixtures("_two_processes")
