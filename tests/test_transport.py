@@ -180,7 +180,7 @@ def test_explain_names_the_transport(pretend: Any, make_mesh: MeshFactory) -> No
 
 
 def test_kernels_that_address_peers_stay_on_a_node(pretend: Any, monkeypatch: Any) -> None:
-    """What is not known of a mesh of some devices only is not assumed."""
+    """Of a mesh of some devices it is not known which of them are on one node."""
     monkeypatch.setattr(shared_memory, "unshared_reason", lambda: None)
     pretend([2, 2], 1)
     reasons = {}

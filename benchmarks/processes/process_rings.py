@@ -4,10 +4,8 @@ Layers of `benchmarks.step.stack`, of which every candidate is timed in turns: t
 alone; plain JAX; rings of two devices written out, in plain JAX; and the library.
 "ring" joins the products of both chunks in one pass. "ring_in_place" writes each into the result,
 as the library does: with XLA's matmuls, XLA makes one program of this and of the library's ring.
-"ring_of_gathers" has all-gathers instead of permutes. All rings have NCCL's symmetric buffers, but
-for "ring_plain_buffers". NCCL's own settings are those of the environment, such as
-``NCCL_CTA_POLICY=2``, which leaves gathers to copy engines. "fused" and "one_shot" are kernels that
-address the other process's memory, and "auto" is what the library chooses by itself.
+All rings have NCCL's symmetric buffers, but for "ring_plain_buffers". "fused" and "one_shot" are
+kernels that address the other process's memory, and "auto" is what the library chooses by itself.
 """
 
 from __future__ import annotations
@@ -105,18 +103,6 @@ class RingInPlace(Ring):
         return tuple(write(y, other @ w, 1 - me) for y, w in zip(ys, ws, strict=True))
 
 
-class RingOfGathers(Ring):
-    """A ring of all-gathers: NCCL leaves them to copy engines if ``NCCL_CTA_POLICY=2``.
-
-    What a device has already is copied too.
-    """
-
-    def others(self, x):
-        return lax.dynamic_index_in_dim(
-            lax.all_gather(x, AXIS), 1 - lax.axis_index(AXIS), keepdims=False
-        )
-
-
 #: The candidates, and the XLA options of each.
 CANDIDATES: list[tuple[Candidate, dict[str, Any]]] = [
     (Candidate(COMPUTE_ONLY, NoCommunication(), "jit"), {}),
@@ -125,7 +111,6 @@ CANDIDATES: list[tuple[Candidate, dict[str, Any]]] = [
     (Candidate("ring", Ring(), "jit"), _UNMERGED | _SYMMETRIC),
     (Candidate("ring_plain_buffers", Ring(), "jit"), _UNMERGED),
     (Candidate("ring_in_place", RingInPlace(), "jit"), _UNMERGED | _SYMMETRIC),
-    (Candidate("ring_of_gathers", RingOfGathers(), "jit"), _UNMERGED | _SYMMETRIC),
     (Candidate("library_ring", CollectiveMatmul("ring"), "overlap_jit"), _SYMMETRIC),
     (Candidate("one_shot", CollectiveMatmul("one_shot"), _WITH_PEER_KERNELS), {}),
     (Candidate("fused", CollectiveMatmul("fused"), _WITH_PEER_KERNELS), {}),
@@ -185,7 +170,7 @@ def ratios(content: dict[str, Any]) -> str:
 def _work(settings: ProcessRings, participant: Participant) -> None:
     """Measures all cases."""
 
-    def say(text: str) -> None:
+    def show(text: str) -> None:
         # At once, as a later candidate may fail.
         if participant.number == 0:
             print(text, file=sys.stderr, flush=True)
@@ -209,7 +194,7 @@ def _work(settings: ProcessRings, participant: Participant) -> None:
             except ValueError as error:
                 failed[each.name] = str(error)
                 continue
-            say(f"M {rows}: {each.name} compiled and run in {time.perf_counter() - began:.1f} s")
+            show(f"M {rows}: {each.name} compiled and run in {time.perf_counter() - began:.1f} s")
             runs[each.name] = one_at_a_time_on_cpus(run)
             if each.name == "auto":
                 explained = explain(fun)(*abstract(arguments))
@@ -220,7 +205,7 @@ def _work(settings: ProcessRings, participant: Participant) -> None:
         }
         measured = {"name": f"M {rows}", "times": times, "failed": failed, "taken": sorted(taken)}
         participant.tell(measured)
-        say(ratios({"cases": [measured]}))
+        show(ratios({"cases": [measured]}))
 
 
 if __name__ == "__main__":

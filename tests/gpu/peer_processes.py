@@ -42,7 +42,7 @@ def exchanges(mesh: Mesh) -> None:
     for elements, delays in () if simulated() else EXCHANGES:
         count = differences(mesh, elements, (AXIS,), "bfloat16", delays, TURNS)
         assert not np.asarray(count(elements)).any(), (elements, delays)
-        say("exchanges of", elements)
+        show("exchanges of", elements)
 
 
 def kernels(mesh: Mesh) -> None:
@@ -64,7 +64,7 @@ def gradients(mesh: Mesh) -> None:
             assert error <= 1, (case, error)
             chosen = {decision.implementation for decision in decisions}
             assert chosen == {"xla" if simulated() else name}, (case, chosen)
-            say(op, name, error)
+            show(op, name, error)
 
 
 def choices(mesh: Mesh) -> None:
@@ -75,7 +75,7 @@ def choices(mesh: Mesh) -> None:
         assert error <= 1, (op, error)
         chosen = {decision.implementation for decision in decisions}
         assert chosen & ({"xla"} if simulated() else {*PEER_KERNELS}), (op, chosen)
-        say(op, chosen)
+        show(op, chosen)
 
 
 def alone(mesh: Mesh) -> None:
@@ -115,10 +115,10 @@ def assert_repeats(case: Kernel) -> None:
         for shard in result.addressable_shards:
             found = np.asarray(shard.data, np.float64)
             np.testing.assert_array_equal(found, expected[shard.index], str(case))
-    say(case)
+    show(case)
 
 
-def say(*what: object) -> None:
+def show(*what: object) -> None:
     print(f"{time.perf_counter():.1f}", *what, flush=True)
 
 
