@@ -180,7 +180,7 @@ def test_explain_names_the_transport(pretend: Any, make_mesh: MeshFactory) -> No
 
 
 def test_kernels_that_address_peers_stay_on_a_node(pretend: Any, monkeypatch: Any) -> None:
-    """Of a mesh of some devices it is not known which of them are on one node."""
+    """Nodes of the devices of a smaller mesh are not known."""
     monkeypatch.setattr(shared_memory, "unshared_reason", lambda: None)
     pretend([2, 2], 1)
     reasons = {}

@@ -1,11 +1,9 @@
 """``python -m benchmarks process_rings``: layers between two processes, each with one GPU.
 
 Layers of `benchmarks.step.stack`, of which every candidate is timed in turns: the computation
-alone; plain JAX; rings of two devices written out, in plain JAX; and the library.
-"ring" joins the products of both chunks in one pass. "ring_in_place" writes each into the result,
-as the library does: with XLA's matmuls, XLA makes one program of this and of the library's ring.
-All rings have NCCL's symmetric buffers, but for "ring_plain_buffers". "fused" and "one_shot" are
-kernels that address the other process's memory, and "auto" is what the library chooses by itself.
+alone; plain JAX; a ring of two devices written out, in plain JAX; and the library. All rings have
+NCCL's symmetric buffers, but for "ring_plain_buffers". "fused" and "one_shot" are kernels that
+address the other process's memory, and "auto" is what the library chooses by itself.
 """
 
 from __future__ import annotations
@@ -86,23 +84,6 @@ class Ring(PlainJax):
         return lax.dynamic_slice_in_dim(x, me * m, m) @ w + arrived
 
 
-class RingInPlace(Ring):
-    """A ring in which each product of a gather is written into its place."""
-
-    def all_gather_matmul(self, rows, ws):
-        other = self.others(rows)
-        m, me = rows.shape[0], lax.axis_index(AXIS)
-
-        def write(y, product, chunk):
-            return lax.dynamic_update_slice_in_dim(y, product, chunk * m, 0)
-
-        empty = [lax.empty((2 * m, w.shape[1]), rows.dtype) for w in ws]
-        empty = [lax.pcast(y, AXIS, to="varying") for y in empty]
-        ys = [write(y, rows @ w, me) for y, w in zip(empty, ws, strict=True)]
-        ys, other = lax.optimization_barrier((ys, other))
-        return tuple(write(y, other @ w, 1 - me) for y, w in zip(ys, ws, strict=True))
-
-
 #: The candidates, and the XLA options of each.
 CANDIDATES: list[tuple[Candidate, dict[str, Any]]] = [
     (Candidate(COMPUTE_ONLY, NoCommunication(), "jit"), {}),
@@ -110,7 +91,6 @@ CANDIDATES: list[tuple[Candidate, dict[str, Any]]] = [
     (Candidate("plain_symmetric_buffers", PlainJax(), "jit"), _SYMMETRIC),
     (Candidate("ring", Ring(), "jit"), _UNMERGED | _SYMMETRIC),
     (Candidate("ring_plain_buffers", Ring(), "jit"), _UNMERGED),
-    (Candidate("ring_in_place", RingInPlace(), "jit"), _UNMERGED | _SYMMETRIC),
     (Candidate("library_ring", CollectiveMatmul("ring"), "overlap_jit"), _SYMMETRIC),
     (Candidate("one_shot", CollectiveMatmul("one_shot"), _WITH_PEER_KERNELS), {}),
     (Candidate("fused", CollectiveMatmul("fused"), _WITH_PEER_KERNELS), {}),
