@@ -206,6 +206,8 @@ def test_across_processes_kernels_are_chosen_as_within_one(
     monkeypatch.setattr(jax, "process_count", lambda: 1)
     within = explain(on(mesh_of()))(*shapes)
     assert backends_of(across) <= PEERS
+    # Nothing is missed by a ring that would not overlap.
+    assert not any("fallback" in each.reason for each in across.decisions)
     if rows < 8192:  # Of 8192 rows a ring of copies is as fast.
         assert backends_of(across) == backends_of(within)
 
