@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from jax.custom_batching import sequential_vmap
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.mosaic_gpu.device import Target
-from collective_matmul.mosaic_gpu.grouped_matmul.group_tiles import group_tiles
+from collective_matmul.mosaic_gpu.grouped_matmul.gradient_kernel import GroupedOuterGemm
+from collective_matmul.mosaic_gpu.grouped_matmul.group_tiles import group_bounds, group_tiles
 from collective_matmul.mosaic_gpu.grouped_matmul.product_kernel import GroupedGemm
 from collective_matmul.mosaic_gpu.hopper_matmul.operands import Operand
 from collective_matmul.mosaic_gpu.hopper_matmul.tiling import Tiling
@@ -91,11 +92,78 @@ def _launch(
             writes_all=gemm.writes_all,
         )
         operands = [*x_operands, *(w for term in w_operands for w in term)]
-        planes = [*(o.index for o in operands), 0]
         blocks = [*(o.column_block for o in operands), 0]
-        indices = jnp.asarray([*planes, *blocks], jnp.int32)
+        # Of all operands and the results: the first plane, and the block of columns.
+        indices = jnp.asarray([0] * len(blocks) + blocks, jnp.int32)
         rows_read = [] if index is None else [index]
         results = kernel(indices, *tiles, *rows_read, *(o.array for o in operands))
         return tuple(result[0] for result in results)
+
+    return jax.jit(launch)
+
+
+class OuterRows(NamedTuple):
+    """Rows whose products are added: see `grouped_outer`.
+
+    Attributes:
+      left: [M, K], or [S, K] with `left_index`.
+      right: [M, N], or [S, N] with `right_index`.
+      sizes: int32 [G], the number of rows of each group, in order.
+      left_index: int32 [M], or None.
+      right_index: int32 [M], or None.
+    """
+
+    left: Any
+    right: Any
+    sizes: Any
+    left_index: Any = None
+    right_index: Any = None
+
+
+def grouped_outer(parts: Sequence[OuterRows], tiling: Tiling, target: Target) -> jax.Array:
+    """The sum of ``leftᵀ right`` over the rows of each group, of all parts: [G, K, N].
+
+    Args:
+      parts: at least one; all have the same groups, K and N. Of all of them the lefts come by
+        index, or the rights, or neither.
+      tiling: how the matmul is tiled.
+      target: the GPU to build for.
+    """
+    return _launch_outer(tiling, target)(tuple(parts))
+
+
+@functools.cache
+def _launch_outer(tiling: Tiling, target: Target) -> Any:
+    """Returns one function for all equal launches: they are traced and compiled once."""
+
+    @sequential_vmap
+    def launch(parts: tuple[OuterRows, ...]) -> jax.Array:
+        first = parts[0]
+        axes = frozenset().union(*map(varying_axes, jax.tree.leaves(parts)))
+        shape = (first.sizes.size, first.left.shape[1], first.right.shape[1])
+        out = vary_over(lax.empty(shape, first.left.dtype), axes)
+        lefts, rights = [part.left[None] for part in parts], [part.right[None] for part in parts]
+        gemm = GroupedOuterGemm(
+            lefts,
+            rights,
+            out,
+            tiling,
+            left_indexed=first.left_index is not None,
+            right_indexed=first.right_index is not None,
+            interpreted=target.interpret is not False,
+        )
+        kernel = gemm.kernel(
+            [out],
+            "grouped_outer",
+            target.multiprocessors,
+            target.interpret,
+            writes_all=gemm.writes_all,
+        )
+        indexes = [i for part in parts for i in part[3:] if i is not None]
+        bounds = [group_bounds(part.sizes) for part in parts]
+        # Of all operands and the result: the first plane, and the block of columns.
+        indices = jnp.zeros((2 * (2 * len(parts) + 1),), jnp.int32)
+        (result,) = kernel(indices, *bounds, *indexes, *lefts, *rights)
+        return result
 
     return jax.jit(launch)

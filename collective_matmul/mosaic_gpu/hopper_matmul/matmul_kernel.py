@@ -278,7 +278,8 @@ class PersistentGemm(TileLoader):
         """Returns the value of an accumulator to which all k-blocks of a tile were added."""
         # Reading the accumulator waits for the last wgmma, so the last stage is free too.
         product = accumulator[...]
-        plgpu.barrier_arrive(stages.empty.at[self.stage(tile.tile_idx, self.steps - 1)])
+        last = self.stage(tile.tile_idx, self.steps_of(tile) - 1)
+        plgpu.barrier_arrive(stages.empty.at[last])
         return product
 
     def mma(
