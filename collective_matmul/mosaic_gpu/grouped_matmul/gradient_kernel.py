@@ -105,8 +105,7 @@ class GroupedOuterGemm(PersistentGemm):
         super().run(indices, *refs[count:])
 
     def for_each_tile(self, visit: Callable[[TileCoord], None]) -> Scalar:
-        """Calls ``visit(tile)`` for each of this block's tiles. Returns the number of their steps."""
-
+        """Calls ``visit(tile)`` for each of this block's tiles. Returns the sum of their steps."""
         tiles = (self.cluster_tiles,)
 
         @plgpu.nd_loop(tiles, collective_axes="cluster", init_carry=jnp.int32(0))
@@ -232,9 +231,7 @@ class GroupedOuterGemm(PersistentGemm):
         """Starts to copy a k-block's rows of the group, and zeros for others."""
         to, column = side.stages.at[at.stage], side.columns.start
         interpreted = self.interpreted
-        start_copy_of_rows(
-            side.array, side.index, k_block, column, to, interpreted=interpreted
-        )
+        start_copy_of_rows(side.array, side.index, k_block, column, to, interpreted=interpreted)
 
     # The MMA warpgroups.
 

@@ -63,7 +63,6 @@ def group_tiles(sizes: jax.Array, rows: int, block: int) -> GroupTiles:
     return GroupTiles(upto[-1:], group, row // ROW_MULTIPLE, bounds)
 
 
-
 def _sums_up_to(sizes: jax.Array) -> jax.Array:
     """Returns the cumulative sum of int32 [G], as one sum that XLA fuses with what is around it."""
     number = jnp.arange(sizes.size, dtype=jnp.int32)

@@ -74,9 +74,7 @@ def _launch(
                 "column_blocks": ws[0][0].shape[free] // width,
             }
         x_operands = [Operand(x[None], 2) for x in xs]
-        w_operands = [
-            [Operand(w, 3 - free, per_batch=1, **block) for w in term] for term in ws
-        ]
+        w_operands = [[Operand(w, 3 - free, per_batch=1, **block) for w in term] for term in ws]
         shape = (1, rows, end - first)
         outs = [vary_over(lax.empty(shape, xs[0].dtype), axes) for _ in ws[0]]
         interpreted = target.interpret is not False
@@ -102,7 +100,7 @@ def _launch(
     return jax.jit(launch)
 
 
-class OuterRows(NamedTuple):
+class OuterPart(NamedTuple):
     """Rows whose products are added: see `grouped_outer`.
 
     Attributes:
@@ -120,7 +118,7 @@ class OuterRows(NamedTuple):
     right_index: Any = None
 
 
-def grouped_outer(parts: Sequence[OuterRows], tiling: Tiling, target: Target) -> jax.Array:
+def grouped_outer(parts: Sequence[OuterPart], tiling: Tiling, target: Target) -> jax.Array:
     """The sum of ``leftᵀ right`` over the rows of each group, of all parts: [G, K, N].
 
     Args:
@@ -137,7 +135,7 @@ def _launch_outer(tiling: Tiling, target: Target) -> Any:
     """Returns one function for all equal launches: they are traced and compiled once."""
 
     @sequential_vmap
-    def launch(parts: tuple[OuterRows, ...]) -> jax.Array:
+    def launch(parts: tuple[OuterPart, ...]) -> jax.Array:
         first = parts[0]
         axes = frozenset().union(*map(varying_axes, jax.tree.leaves(parts)))
         shape = (first.sizes.size, first.left.shape[1], first.right.shape[1])

@@ -82,9 +82,7 @@ def start_copy_of_rows(
     at([x] if index is None else [x, index], to, [*map(jnp.int32, (*rows, column))])
 
 
-def _copy_units(
-    x: Any, index: Any, rows: tuple[Any, Any, Any], column: Any, to: Any
-) -> None:
+def _copy_units(x: Any, index: Any, rows: tuple[Any, Any, Any], column: Any, to: Any) -> None:
     """Emits the copies of a thread; all arguments are MLIR values."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     first, start, end = rows
