@@ -86,6 +86,8 @@ class GroupedOuterGemm(PersistentGemm):
           interpreted: whether this runs in Pallas' interpreter.
         """
         assert not (left_indexed and right_indexed)
+        if left_indexed or right_indexed:
+            assert tiling.max_concurrent_steps >= row_loader.LEAST_STAGES
         xs = [Operand(left, 1) for left in lefts]
         ws = [[Operand(right, 1)] for right in rights]
         super().__init__(xs, ws, [out], out.shape[0], 1, tiling)

@@ -66,6 +66,7 @@ class GroupedGemm(PersistentGemm):
         super().__init__(xs, ws, outs, 1, 1, tiling)
         self.indexed, self.interpreted = indexed, interpreted
         if indexed:
+            assert tiling.max_concurrent_steps >= row_loader.LEAST_STAGES
             # Copying takes more registers than starting TMA does.
             self.load_registers, self.mma_registers = 56, 224
         # Set in `run`.

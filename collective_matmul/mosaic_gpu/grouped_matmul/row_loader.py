@@ -21,6 +21,9 @@ plgpu: Any = mosaic_gpu
 
 #: Steps for which the load warpgroup has copies in flight before it waits for the first of them.
 IN_FLIGHT = 2
+#: The fewest pipeline stages. An MMA warpgroup frees a stage when it begins the next step, whose
+#: copies must have come by then.
+LEAST_STAGES = IN_FLIGHT + 2
 
 
 class IndexedRows(NamedTuple):
