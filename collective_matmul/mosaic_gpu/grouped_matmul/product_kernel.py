@@ -67,6 +67,8 @@ class GroupedGemm(PersistentGemm):
         self.indexed, self.interpreted = indexed, interpreted
         if indexed:
             assert tiling.max_concurrent_steps >= row_loader.LEAST_STAGES
+            # Rows of x are fewer than those of the result, maybe than those of a tile.
+            self.x_rows = tiling.tile_m
             # Copying takes more registers than starting TMA does.
             self.load_registers, self.mma_registers = 56, 224
         # Set in `run`.

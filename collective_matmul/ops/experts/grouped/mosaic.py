@@ -131,7 +131,9 @@ class MosaicGrouped(GroupedBackend):
             replace(wide, tile_n=128, max_concurrent_steps=6),
         ]
         if request.op == "grouped_matmul":
-            few = replace(wide, tile_m=64, wg_dimension="n", max_concurrent_steps=5)
+            few = replace(
+                wide, tile_m=64, wg_dimension="n", max_concurrent_steps=5, epilogue_stages=1
+            )
             is_few = request.used_rows <= _FEW_ROWS * request.groups
             tilings.insert(0 if is_few else len(tilings), few)
         return [t for t in tilings if t.shared_memory_bytes <= SHARED_MEMORY_BYTES]
