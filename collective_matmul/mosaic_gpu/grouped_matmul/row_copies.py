@@ -82,62 +82,81 @@ def start_copy_of_rows(
     at([x] if index is None else [x, index], to, [*map(jnp.int32, (*rows, column))])
 
 
+class _LaneUnits(NamedTuple):
+    """The 16-byte units that a thread copies, one of each 16 rows; MLIR values.
+
+    Attributes:
+      row: its first row.
+      unit: which unit of a row of a tile.
+      shared: the address in shared memory of the first one.
+    """
+
+    row: Any
+    unit: Any
+    shared: Any
+
+
+#: Rows that a warpgroup copies at once.
+_ROWS_AT_ONCE = _LANES // _UNITS
+_TILE_BYTES = ROW_MULTIPLE * _ROW_BYTES
+
+
+def _units_of_lane(to: Any) -> _LaneUnits:
+    """Emits which units of a block [row tiles, column tiles, 8, 64] a thread copies."""
+    i32 = ir.IntegerType.get_signless(32)
+    _, tile_columns, height, width = ir.MemRefType(to.type).shape
+    assert (height, 2 * width) == (ROW_MULTIPLE, _ROW_BYTES)
+    lane = arith.remui(utils.thread_idx(), _i32(_LANES))
+    unit, row = (divide(lane, _i32(_UNITS)) for divide in (arith.remui, arith.divui))
+    in_tile = arith.remui(row, _i32(ROW_MULTIPLE))
+    row_tile = arith.divui(row, _i32(ROW_MULTIPLE))
+    # Units of a row are permuted by the number of the row in its tile.
+    swizzled = arith.muli(arith.xori(unit, in_tile), _i32(_UNIT_BYTES))
+    place = arith.addi(arith.muli(in_tile, _i32(_ROW_BYTES)), swizzled)
+    place = arith.addi(place, arith.muli(row_tile, _i32(tile_columns * _TILE_BYTES)))
+    base = llvm.ptrtoint(i32, utils.memref_ptr(to))
+    return _LaneUnits(row, unit, arith.addi(base, place))
+
+
 def _copy_units(x: Any, index: Any, rows: tuple[Any, Any, Any], column: Any, to: Any) -> None:
     """Emits the copies of a thread; all arguments are MLIR values."""
-    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    i64 = ir.IntegerType.get_signless(64)
     first, start, end = rows
     sources, columns = ir.MemRefType(x.type).shape
-    tile_rows, tile_columns, height, width = ir.MemRefType(to.type).shape
-    assert (height, width * 2) == (ROW_MULTIPLE, _ROW_BYTES)
-
-    def constant(value: int) -> Any:
-        return gpu.c(value, i32)
-
-    lane = arith.remui(utils.thread_idx(), constant(_LANES))
-    unit, lane_row = (f(lane, constant(_UNITS)) for f in (arith.remui, arith.divui))
-    in_tile = arith.remui(lane_row, constant(ROW_MULTIPLE))
-    # Units of a row are permuted by the number of the row in its tile.
-    place = arith.addi(
-        arith.muli(in_tile, constant(_ROW_BYTES)),
-        arith.muli(arith.xori(unit, in_tile), constant(_UNIT_BYTES)),
-    )
-    tile_bytes = ROW_MULTIPLE * _ROW_BYTES
-    lane_tile = arith.divui(lane_row, constant(ROW_MULTIPLE))
-    place = arith.addi(place, arith.muli(lane_tile, constant(tile_columns * tile_bytes)))
-    shared = llvm.ptrtoint(i32, utils.memref_ptr(to))
-    shared = arith.addi(shared, place)
+    tile_rows, tile_columns, *_ = ir.MemRefType(to.type).shape
+    lane = _units_of_lane(to)
     base = llvm.ptrtoint(i64, utils.memref_ptr(x))
-    unit_column = arith.addi(column, arith.muli(unit, constant(8)))
-    at_once = _LANES // _UNITS
-    for step in range(tile_rows * ROW_MULTIPLE // at_once):
-        row = arith.addi(arith.addi(first, lane_row), constant(step * at_once))
-        is_row = arith.andi(
-            arith.cmpi(arith.CmpIPredicate.sge, row, start),
-            arith.cmpi(arith.CmpIPredicate.slt, row, end),
-        )
-        # Any row that is there.
+    unit_column = arith.addi(column, arith.muli(lane.unit, _i32(_UNIT_BYTES // 2)))
+    for step in range(tile_rows * ROW_MULTIPLE // _ROWS_AT_ONCE):
+        row = arith.addi(arith.addi(first, lane.row), _i32(step * _ROWS_AT_ONCE))
+        is_row = _is_within(row, start, end)
         source = arith.select(is_row, row, start)
         if index:
             source = _load_int32(index[0], source)
-        else:
-            source = arith.minsi(source, constant(sources - 1))
-        row_address = arith.addi(
-            base, arith.muli(arith.extui(i64, source), gpu.c(2 * columns, i64))
-        )
+        # No address is beyond the array, also where nothing is read.
+        source = arith.extui(i64, arith.minsi(source, _i32(sources - 1)))
+        row_address = arith.addi(base, arith.muli(source, gpu.c(2 * columns, i64)))
         for tile in range(tile_columns):
-            unit_start = arith.addi(unit_column, constant(64 * tile))
+            at = arith.addi(unit_column, _i32(64 * tile))
             is_there = is_row
             if columns % (64 * tile_columns):
-                inside = arith.cmpi(arith.CmpIPredicate.slt, unit_start, constant(columns))
-                is_there = arith.andi(is_row, inside)
-            size = arith.select(is_there, constant(_UNIT_BYTES), constant(0))
-            offset = arith.muli(arith.extui(i64, unit_start), gpu.c(2, i64))
-            tile_offset = (step * at_once // ROW_MULTIPLE * tile_columns + tile) * tile_bytes
-            _cp_async(
-                arith.addi(shared, constant(tile_offset)),
-                arith.select(is_there, arith.addi(row_address, offset), base),
-                size,
-            )
+                is_there = arith.andi(is_row, _is_within(at, _i32(0), _i32(columns)))
+            offset = arith.muli(arith.extui(i64, at), gpu.c(2, i64))
+            address = arith.select(is_there, arith.addi(row_address, offset), base)
+            row_tile = step * _ROWS_AT_ONCE // ROW_MULTIPLE
+            shared = arith.addi(lane.shared, _i32((row_tile * tile_columns + tile) * _TILE_BYTES))
+            _cp_async(shared, address, arith.select(is_there, _i32(_UNIT_BYTES), _i32(0)))
+
+
+def _i32(value: int) -> Any:
+    return gpu.c(value, ir.IntegerType.get_signless(32))
+
+
+def _is_within(value: Any, start: Any, end: Any) -> Any:
+    return arith.andi(
+        arith.cmpi(arith.CmpIPredicate.sge, value, start),
+        arith.cmpi(arith.CmpIPredicate.slt, value, end),
+    )
 
 
 def _load_int32(array: Any, place: Any) -> Any:
@@ -221,13 +240,9 @@ def _store_pairs(product: Any, plane: Any, first: Any, start: Any, end: Any, col
     for pair, (row, pair_column) in zip(product.registers.flat, indices, strict=True):
         row = arith.addi(first, arith.index_castui(i32, row))
         pair_column = arith.addi(column, arith.index_castui(i32, pair_column))
-        stored = arith.andi(
-            arith.cmpi(arith.CmpIPredicate.sge, row, start),
-            arith.cmpi(arith.CmpIPredicate.slt, row, end),
-        )
+        stored = _is_within(row, start, end)
         if columns % product.shape[1]:
-            inside = arith.cmpi(arith.CmpIPredicate.slt, pair_column, gpu.c(columns, i32))
-            stored = arith.andi(stored, inside)
+            stored = arith.andi(stored, _is_within(pair_column, _i32(0), _i32(columns)))
         offset = arith.addi(
             arith.muli(arith.extsi(i64, row), gpu.c(columns, i64)), arith.extsi(i64, pair_column)
         )

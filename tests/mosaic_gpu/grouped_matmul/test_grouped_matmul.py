@@ -120,7 +120,7 @@ class Products:
         found = [np.asarray(result) for result in results]
         for q, result in enumerate(found):
             assert result.shape == (ROWS, self.columns)
-            for g in np.flatnonzero(SIZES):
+            for g in map(int, np.flatnonzero(SIZES)):
                 pairs = [(x[rows_of(g)], t[q][g][:, here]) for x, t in zip(xs, ws, strict=True)]
                 assert_sum_of_products(result[rows_of(g)], pairs)
         return found

@@ -105,7 +105,7 @@ def test_weight_gradients_of_parts_that_come_differently() -> None:
 @pytest.mark.usefixtures("_for_hopper")
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_layers_lower_inside_of_shard_map(check_vma: bool, make_mesh: MeshFactory) -> None:
-    """Forward: gate and up in one, and down. Backward: two products; gate and up share one again."""
+    """Gate and up in one, and down; in the backward two products, and two kinds of gradients."""
     case = replace(CASE, axes={"expert": 2}, check_vma=check_vma)
     program, arrays = case.program(make_mesh(dict(case.axes))), case.arrays()
     traced = jax.jit(program).trace(jax.tree.map(jnp.asarray, arrays))
