@@ -54,11 +54,9 @@ class MosaicGrouped(GroupedBackend):
         columns: tuple[int, int] | None = None,
     ) -> jax.Array:
         """One kernel, which adds all pairs in the same registers; see `GroupedBackend`."""
-        xs, ws = zip(*pairs, strict=True)
         if columns is not None and (request.transposed or not _is_block(columns, request.columns)):
-            axis = 1 if request.transposed else 2
-            ws = [lax.slice_in_dim(w, *columns, axis=axis) for w in ws]
-            columns = None
+            return lax.slice_in_dim(self.matmul(request, pairs, sizes, index), *columns, axis=1)
+        xs, ws = zip(*pairs, strict=True)
         (result,) = grouped_matmuls(
             xs,
             [[w] for w in ws],

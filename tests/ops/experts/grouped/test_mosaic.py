@@ -79,7 +79,7 @@ def drawn(*shape: int, seed: int) -> jax.Array:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("columns", [(64, 128), (0, 96)])
 def test_some_columns(columns: tuple[int, int]) -> None:
-    """Blocks that TMA can address are read in place, others are copied."""
+    """Blocks that TMA can address are multiplied alone, others with all columns."""
     request, sizes = request_of(), jnp.asarray([4, 0, 16], jnp.int32)
     pairs = [(drawn(24, 64, seed=0), drawn(3, 64, 128, seed=1))]
     found = MOSAIC.matmul(request, pairs, sizes, None, columns)
