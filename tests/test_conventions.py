@@ -58,7 +58,9 @@ STEPS: dict[str, tuple[str, ...]] = {
         *("sharding_context", "layer_checks", "sequence_form"),
         *("linear", "experts", "parallelize"),
     ),
-    f"{LIBRARY}.mosaic_gpu": ("device", "kernel_types", "peers", "hopper_matmul"),
+    f"{LIBRARY}.mosaic_gpu": (
+        *("device", "kernel_types", "peers", "hopper_matmul", "grouped_matmul"),
+    ),
     f"{LIBRARY}.operands": (
         *("varying", "arithmetic", "scaled", "chunked", "format", "multiply", "beside", "grouped"),
         *("sharded", "quantized", "weight_blocks", "recipes"),
@@ -117,6 +119,7 @@ BACKEND_FILES: dict[str, tuple[str, ...]] = {
         "collective_matmul/schedule/schedules.py",
     ),
     "triton": ("collective_matmul/ops/experts/grouped/triton",),
+    "mosaic": ("collective_matmul/ops/experts/grouped/mosaic.py",),
 }
 #: What the folder of each family of ops may have. "xla" is its reference.
 OP_FOLDERS = "collective_matmul/ops/"

@@ -7,7 +7,7 @@ their own. The aliases below say which of them an argument is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 #: A reference to an array in global or shared memory, or to barriers.
 Ref = Any
@@ -65,18 +65,30 @@ class Stages(NamedTuple):
     empty: Ref
 
 
-class Load(NamedTuple):
-    """A copy of the load warpgroup in each pipeline step.
+class PipelineStep(NamedTuple):
+    """A step of a block.
 
     Attributes:
-      read: ``read(plane, k_range)`` returns the reference to copy from, see `operands.reader`.
-      stages: shared memory to copy to, one entry for each stage.
-      axis: the axis of the cluster whose blocks have it in common, or None.
+      number: counted through all tiles of the block.
+      stage: the one that it uses.
     """
 
-    read: Callable[[Scalar, Any], Ref]
-    stages: Ref
-    axis: str | None = None
+    number: Scalar
+    stage: Scalar
+
+
+class KBlockLoad(Protocol):
+    """How the load warpgroup brings an operand's k-blocks into shared memory."""
+
+    def start(self, plane: Scalar, k_block: Any, step: PipelineStep, full: Ref) -> None:
+        """Starts to load a k-block, whose stage is empty.
+
+        Args:
+          plane: the contracted plane.
+          k_block: the range of the contracted axis.
+          step: the step that the k-block is for.
+          full: barriers. That of the stage has one arrival more once the k-block is there.
+        """
 
 
 class Operands(NamedTuple):

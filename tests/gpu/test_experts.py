@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import MeshFactory, skip_without
+from tests.hopper import skip_without_hopper
 from tests.ops.experts.reference import Case
 from tests.ops.experts.rounded_reference import RULES, check
 
@@ -34,6 +35,8 @@ CASES = [
     case_of(2, "ring", width=64, hidden=4096, tokens=130),
     case_of(2, "ring_direct", routing="none"),
     case_of(2, None, width=256, hidden=256, tokens=300, routing="distinct"),
+    replace(case_of(1, None, width=128, hidden=192, tokens=300, local_experts=5), grouped="mosaic"),
+    replace(case_of(2, "ring_direct", width=192, hidden=320, tokens=36), grouped="mosaic"),
 ]
 
 
@@ -42,6 +45,8 @@ def test_values_gradients_and_repeats(case: Case, make_mesh: MeshFactory) -> Non
     skip_without(case.axes["expert"])
     if jax.default_backend() == "cpu":  # A rehearsal: Pallas' interpreter cannot check types.
         case = replace(case, grouped="xla")
+    if case.grouped == "mosaic":
+        skip_without_hopper()
     first = case.check(make_mesh)
     again = jax.jit(case.program(make_mesh(dict(case.axes))))(case.arrays())
     for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):

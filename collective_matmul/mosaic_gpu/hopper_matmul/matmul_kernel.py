@@ -216,7 +216,7 @@ class PersistentGemm(TileLoader):
             def store(q: int, column: Scalar) -> None:
                 plane = outs[q].at[self.out_plane(indices, tile.batch)]
                 column += part.column_offset + self.out_first_column(indices, plane)
-                self.store(product, plane, tile.row + part.row_offset, column, store_tiles)
+                self.store_part(product, plane, tile, part, column, store_tiles)
 
             self.on_result(tile.cluster_n, store)
 
@@ -248,8 +248,8 @@ class PersistentGemm(TileLoader):
           tile: the tile.
           part: the part of this warpgroup.
           stages: to read from.
-          in_parts: called as ``in_parts(mma, carry)`` instead of ``mma(0, self.steps, carry)``: it
-            calls ``carry = mma(start, stop, carry)`` for consecutive ranges of the steps.
+          in_parts: called as ``in_parts(mma, carry)`` instead of ``mma(0, steps, carry)``: it calls
+            ``carry = mma(start, stop, carry)`` for consecutive ranges of the steps.
         """
 
         def accumulate(accumulator: Ref) -> jax.Array:
@@ -272,13 +272,14 @@ class PersistentGemm(TileLoader):
         def mma(start: Scalar, stop: Scalar, carry: None = None) -> None:
             self.mma(accumulator, tile.tile_idx, part, stages, (start, stop))
 
-        mma(0, self.steps) if in_parts is None else in_parts(mma, None)
+        mma(0, self.steps_of(tile)) if in_parts is None else in_parts(mma, None)
 
     def product_of(self, accumulator: Ref, tile: TileCoord, stages: Stages) -> jax.Array:
         """Returns the value of an accumulator to which all k-blocks of a tile were added."""
         # Reading the accumulator waits for the last wgmma, so the last stage is free too.
         product = accumulator[...]
-        plgpu.barrier_arrive(stages.empty.at[self.stage(tile.tile_idx, self.steps - 1)])
+        last = self.stage(tile.tile_idx, self.steps_of(tile) - 1)
+        plgpu.barrier_arrive(stages.empty.at[last])
         return product
 
     def mma(
@@ -323,6 +324,18 @@ class PersistentGemm(TileLoader):
             @pl.when(step > 0)
             def _() -> None:
                 plgpu.barrier_arrive(stages.empty.at[self.stage(tile_idx, step - 1)])
+
+    def store_part(
+        self,
+        product: jax.Array,
+        plane: Ref,
+        tile: TileCoord,
+        part: TilePart,
+        column: Scalar,
+        store_tiles: Ref,
+    ) -> None:
+        """Rounds the product of a part of a tile, and starts to store it in a plane."""
+        self.store(product, plane, tile.row + part.row_offset, column, store_tiles)
 
     def store(
         self, product: jax.Array, plane: Ref, row: Scalar, column: Scalar, store_tiles: Ref

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,10 +15,38 @@ from jax.experimental.pallas import mosaic_gpu
 from collective_matmul.mosaic_gpu.hopper_matmul.operands import Operand, reader
 from collective_matmul.mosaic_gpu.hopper_matmul.tile_scheduler import TileScheduler
 from collective_matmul.mosaic_gpu.hopper_matmul.tiling import ROW_MULTIPLE, Tiling
-from collective_matmul.mosaic_gpu.kernel_types import Load, Operands, Scalar, Stages, TileCoord
+from collective_matmul.mosaic_gpu.kernel_types import (
+    KBlockLoad,
+    Operands,
+    PipelineStep,
+    Ref,
+    Scalar,
+    Stages,
+    TileCoord,
+)
 
 # Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
+
+
+class Load(NamedTuple):
+    """A copy of the load warpgroup in each pipeline step, by TMA.
+
+    Attributes:
+      read: ``read(plane, k_range)`` returns the reference to copy from, see `operands.reader`.
+      stages: shared memory to copy to, one entry for each stage.
+      axis: the axis of the cluster whose blocks have it in common, or None.
+    """
+
+    read: Callable[[Scalar, Any], Ref]
+    stages: Ref
+    axis: str | None = None
+
+    def start(self, plane: Scalar, k_block: Any, step: PipelineStep, full: Ref) -> None:
+        """Starts the copy of a step; see `KBlockLoad`."""
+        source, stage = self.read(plane, k_block), step.stage
+        to = self.stages.at[stage]
+        plgpu.copy_gmem_to_smem(source, to, full.at[stage], collective_axes=self.axis)
 
 
 class TileLoader(TileScheduler):
@@ -63,7 +91,10 @@ class TileLoader(TileScheduler):
     def load_tiles(self, operands: Operands, stages: Stages) -> None:
         """Loads the k-blocks of all tiles, each as soon as its stage is empty."""
         self.for_each_tile(functools.partial(self.load_tile, operands, stages))
-        steps = self.first_step(self.tiles_of_block())
+        self.wait_until_empty(self.first_step(self.tiles_of_block()), stages)
+
+    def wait_until_empty(self, steps: Scalar, stages: Stages) -> None:
+        """Waits until all stages are empty again, after all `steps` of this block."""
 
         # Other blocks of the cluster signal this block's `empty` barriers, in its shared memory. So
         # it must not exit before the last of these signals has come.
@@ -93,15 +124,15 @@ class TileLoader(TileScheduler):
         if self.x_rows < self.tiling.tile_m:
             x_stages = x_stages.at[:, pl.ds(0, self.x_rows)]
         # Each block loads a part of what is multicast, and receives all of it.
-        w_axis, x_axis = self.multicast_axes
+        w_axis, _ = self.multicast_axes
 
         def load_terms(q: int, column: Scalar) -> None:
             first = self.first_step(tile.tile_idx)
             for p, steps in enumerate(self.plane_steps):
                 x, w = self.xs[p], self.ws[p][q]
-                read_x = reader(xs[p], x, indices, tile.batch, pl.ds(tile.row, self.x_rows))
                 read_w = reader(ws[p][q], w, indices, tile.batch, pl.ds(column, columns))
-                loads = [Load(read_x, x_stages, x_axis), Load(read_w, stages.w, w_axis)]
+                load_x = self.load_of_x(xs[p], x, indices, tile, x_stages)
+                loads = [load_x, Load(read_w, stages.w, w_axis)]
                 load = functools.partial(self.load_k_blocks, first, steps, loads, stages)
                 count = self.contracted_planes * steps
                 load(0, count) if in_parts is None else in_parts(load, count)
@@ -109,11 +140,18 @@ class TileLoader(TileScheduler):
 
         self.on_result(tile.cluster_n, load_terms)
 
+    def load_of_x(
+        self, x_ref: Ref, x: Operand, indices: Ref, tile: TileCoord, x_stages: Ref
+    ) -> KBlockLoad:
+        """Returns what loads the k-blocks of x for a tile."""
+        read = reader(x_ref, x, indices, tile.batch, pl.ds(tile.row, self.x_rows))
+        return Load(read, x_stages, self.multicast_axes[1])
+
     def load_k_blocks(
         self,
         first: Scalar,
         steps_per_plane: int,
-        loads: Sequence[Load],
+        loads: Sequence[KBlockLoad],
         stages: Stages,
         start: Scalar,
         stop: Scalar,
@@ -144,6 +182,5 @@ class TileLoader(TileScheduler):
             if self.contracted_planes > 1:
                 plane, within = lax.div(step, steps_per_plane), lax.rem(step, steps_per_plane)
             k_block = pl.ds(within * tiling.tile_k, tiling.tile_k)
-            for read, to, axis in loads:
-                k_block_ref, full = read(plane, k_block), stages.full.at[stage]
-                plgpu.copy_gmem_to_smem(k_block_ref, to.at[stage], full, collective_axes=axis)
+            for load in loads:
+                load.start(plane, k_block, PipelineStep(number, stage), stages.full)

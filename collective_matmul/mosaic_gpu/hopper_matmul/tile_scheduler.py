@@ -55,20 +55,29 @@ class TileScheduler:
 
     def for_each_tile(self, visit: Callable[[TileCoord], None]) -> None:
         """Calls ``visit(tile)`` for each of this block's tiles."""
-        tiling, per_batch = self.tiling, self.grid_m * self.grid_n
 
         @plgpu.nd_loop((self.cluster_tiles,), collective_axes="cluster")
         def _(info: Any) -> None:
             (index,) = info.index
-            cluster_m, cluster_n = plgpu.planar_snake(
-                lax.rem(index, per_batch),
-                (self.grid_m, self.grid_n),
-                0 if tiling.grid_minor_dim == "m" else 1,
-                tiling.grid_tile_width,
-            )
-            block_m = tiling.cluster[0] * cluster_m + lax.axis_index(BLOCK_AXES[0])
-            batch = lax.div(index, per_batch)
-            visit(TileCoord(info.local_index, batch, block_m * tiling.tile_m, cluster_n))
+            visit(self.tile_at(index, info.local_index))
+
+    def tile_at(self, index: Scalar, tile_idx: Scalar) -> TileCoord:
+        """Returns this block's tile of a cluster's tile, by its index among those of all results.
+
+        Args:
+          index: of the cluster's tile.
+          tile_idx: number of the tile in the sequence of this block's tiles.
+        """
+        tiling, per_batch = self.tiling, self.grid_m * self.grid_n
+        cluster_m, cluster_n = plgpu.planar_snake(
+            lax.rem(index, per_batch),
+            (self.grid_m, self.grid_n),
+            0 if tiling.grid_minor_dim == "m" else 1,
+            tiling.grid_tile_width,
+        )
+        block_m = tiling.cluster[0] * cluster_m + lax.axis_index(BLOCK_AXES[0])
+        batch = lax.div(index, per_batch)
+        return TileCoord(tile_idx, batch, block_m * tiling.tile_m, cluster_n)
 
     @property
     def multicast_axes(self) -> tuple[str | None, str | None]:
@@ -77,7 +86,7 @@ class TileScheduler:
         return BLOCK_AXES[0] if along_m > 1 else None, BLOCK_AXES[1] if along_n > 1 else None
 
     @property
-    def cluster_tiles(self) -> int:
+    def cluster_tiles(self) -> Scalar:
         """Number of clusters' tiles in all results."""
         return self.batch * self.grid_m * self.grid_n
 
@@ -104,6 +113,11 @@ class TileScheduler:
     def first_step(self, tile_idx: Scalar) -> Scalar:
         """Returns the number of pipeline steps before those of a tile."""
         return tile_idx * self.steps
+
+    def steps_of(self, tile: TileCoord) -> Scalar:
+        """Returns the number of pipeline steps of a tile."""
+        del tile
+        return self.steps
 
     def stage(self, tile_idx: Scalar, step: Scalar) -> Scalar:
         """Returns the stage of a step of a tile."""

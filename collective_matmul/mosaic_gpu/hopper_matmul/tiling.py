@@ -57,6 +57,10 @@ class Tiling:
     grid_minor_dim: Literal["m", "n"] = "m"
     grid_tile_width: int = 8
 
+    def to_json(self) -> dict[str, Any]:
+        """The tiling as JSON values."""
+        return asdict(self)
+
     @property
     def cluster(self) -> tuple[int, int]:
         """Blocks of a cluster along m and along n."""

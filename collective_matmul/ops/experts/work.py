@@ -42,6 +42,7 @@ import jax.numpy as jnp
 
 from collective_matmul.dispatch.contract import Direction
 from collective_matmul.dispatch.selection import choose
+from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.operands.format import PLAIN
 from collective_matmul.operands.grouped import as_array, matrix_stacks, separate_rows
 from collective_matmul.operands.multiply import multiplied
@@ -54,7 +55,6 @@ from collective_matmul.ops.experts.biases import (
 )
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.request import GroupedOp, GroupedRequest
-from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan
 

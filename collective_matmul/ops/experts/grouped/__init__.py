@@ -1,5 +1,5 @@
 """Grouped matmuls: groups of rows, each multiplied by a matrix of its own.
 
 Inputs are sorted rows, the sizes of the groups, and one matrix for each. Outputs are the products.
-xla and triton are the backends.
+xla, triton and mosaic are the backends.
 """

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from collective_matmul.dispatch.contract import Backend
+from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.operands.arithmetic import accumulator
 from collective_matmul.operands.grouped import GroupedOperand, as_array
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
-from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 
 
 class GroupedBackend(Backend, Protocol):

@@ -4,15 +4,17 @@
 name        what it does
 ==========  =====================================================================================
 ``xla``     `jax.lax.ragged_dot`: the reference, slow on GPUs
+``mosaic``  kernels of this library for Hopper GPUs, chosen by name
 ``triton``  kernels of this library, which read rows by index and add gradients in place
 ==========  =====================================================================================
 """
 
 from __future__ import annotations
 
+from collective_matmul.ops.experts.grouped.mosaic import MosaicGrouped
 from collective_matmul.ops.experts.grouped.request import GROUPED_BACKENDS as GROUPED_BACKENDS
 from collective_matmul.ops.experts.grouped.triton import TritonGrouped
 from collective_matmul.ops.experts.grouped.xla import XlaGrouped
 
-for _backend in (XlaGrouped(), TritonGrouped()):
+for _backend in (XlaGrouped(), TritonGrouped(), MosaicGrouped()):
     GROUPED_BACKENDS.register(_backend)

@@ -20,12 +20,12 @@ import numpy as np
 from collective_matmul.dispatch.contract import Backend
 from collective_matmul.dispatch.registry import Op, register_op
 from collective_matmul.dispatch.repetitions import Repetitions
+from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.operands.grouped import matrix_stacks, separate_rows
 from collective_matmul.operands.multiply import multiplied
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
 from collective_matmul.ops.experts.grouped.request import GroupedOp, GroupedRequest
-from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 from collective_matmul.ops.experts.grouped.xla import kernel_seconds
 
 

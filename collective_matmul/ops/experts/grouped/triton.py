@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from collective_matmul.dispatch.contract import Configuration, Prediction
 from collective_matmul.hardware import rates, traced_device
+from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
 from collective_matmul.ops.experts.grouped.triton_kernels import (
     Blocks,
-    OuterPart,
     copy_rows,
     grouped_matmuls,
     grouped_outer,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from collective_matmul._compat import varying_axes
+from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.ops.experts.grouped.tiles import starts_of, tiles_of
 
 
@@ -182,24 +183,6 @@ def _add_product(
         return sum_ + _dot(x, w)
 
     return lax.fori_loop(0, math.ceil(contracted / size), step, product)
-
-
-class OuterPart(NamedTuple):
-    """Rows whose products are added: see `grouped_outer`.
-
-    Attributes:
-      left: [M, K], or [S, K] with `left_index`.
-      right: [M, N], or [S, N] with `right_index`.
-      sizes: int32 [G], the number of rows of each group, in order.
-      left_index: int32 [M], or None.
-      right_index: int32 [M], or None.
-    """
-
-    left: Any
-    right: Any
-    sizes: Any
-    left_index: Any = None
-    right_index: Any = None
 
 
 def grouped_outer(

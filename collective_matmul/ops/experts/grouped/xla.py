@@ -11,11 +11,11 @@ from jax import lax
 
 from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import assumed_rates, rates
+from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.operands.arithmetic import accumulator, add
 from collective_matmul.operands.format import PLAIN
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
-from collective_matmul.ops.experts.grouped.triton_kernels import OuterPart
 
 _OVER_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),

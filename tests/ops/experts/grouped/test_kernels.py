@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.ops.experts.grouped.triton_kernels import (
     Blocks,
-    OuterPart,
     grouped_matmuls,
     grouped_outer,
     map_rows,

@@ -1,0 +1,167 @@
+"""Launches of the grouped matmul: rows in groups, each times a matrix of its own.
+
+Legend: M sorted rows, S rows of an array that is read by index, G groups, K contracted, N columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import sequential_vmap
+
+from collective_matmul._compat import vary_over, varying_axes
+from collective_matmul.mosaic_gpu.device import Target
+from collective_matmul.mosaic_gpu.grouped_matmul.gradient_kernel import GroupedOuterGemm
+from collective_matmul.mosaic_gpu.grouped_matmul.group_tiles import group_bounds, group_tiles
+from collective_matmul.mosaic_gpu.grouped_matmul.product_kernel import GroupedGemm
+from collective_matmul.mosaic_gpu.hopper_matmul.operands import Operand
+from collective_matmul.mosaic_gpu.hopper_matmul.tiling import Tiling
+
+
+def grouped_matmuls(
+    xs: Sequence[jax.Array],
+    ws: Sequence[Sequence[jax.Array]],
+    sizes: jax.Array,
+    tiling: Tiling,
+    target: Target,
+    *,
+    index: jax.Array | None = None,
+    transposed: bool = False,
+    columns: tuple[int, int] | None = None,
+) -> tuple[jax.Array, ...]:
+    """The rows of each group times the group's matrix, for several results in one kernel.
+
+    Args:
+      xs: one array for each term of a sum, [M, K_p], or [S, K_p] if `index` is given.
+      ws: ``ws[p][q]`` multiplies xs[p] in result q: [G, K_p, N], or [G, N, K_p] if `transposed`.
+      sizes: int32 [G], the number of rows of each group, in order.
+      tiling: how the matmul is tiled.
+      target: the GPU to build for.
+      index: int32 [M], the row of each x for each sorted row.
+      transposed: whether the matrices are stored transposed.
+      columns: the first column of the results, and the end: one of equal blocks; None: all. Not of
+        transposed matrices.
+
+    Returns:
+      [M, N], or those columns, for each q. Rows of no group may have any value.
+    """
+    launch = _launch(tiling, target, transposed, columns)
+    return launch(tuple(xs), tuple(map(tuple, ws)), sizes, index)
+
+
+@functools.cache
+def _launch(
+    tiling: Tiling, target: Target, transposed: bool, columns: tuple[int, int] | None
+) -> Any:
+    """Returns one function for all equal launches: they are traced and compiled once."""
+
+    @sequential_vmap
+    def launch(xs: Any, ws: Any, sizes: Any, index: Any) -> tuple[jax.Array, ...]:
+        rows = len(xs[0] if index is None else index)
+        axes = frozenset().union(*map(varying_axes, jax.tree.leaves((xs, ws, sizes, index))))
+        free = 1 if transposed else 2
+        first, end = columns or (0, ws[0][0].shape[free])
+        block = {}
+        if columns is not None:
+            width = end - first
+            block = {
+                "column_block": first // width,
+                "column_blocks": ws[0][0].shape[free] // width,
+            }
+        x_operands = [Operand(x[None], 2) for x in xs]
+        w_operands = [[Operand(w, 3 - free, per_batch=1, **block) for w in term] for term in ws]
+        shape = (1, rows, end - first)
+        outs = [vary_over(lax.empty(shape, xs[0].dtype), axes) for _ in ws[0]]
+        interpreted = target.interpret is not False
+        gemm = GroupedGemm(
+            x_operands, w_operands, outs, tiling, indexed=index is not None, interpreted=interpreted
+        )
+        tiles = group_tiles(sizes, rows, tiling.tile_m * tiling.cluster[0])
+        kernel = gemm.kernel(
+            outs,
+            "grouped_matmul",
+            target.multiprocessors,
+            target.interpret,
+            writes_all=gemm.writes_all,
+        )
+        operands = [*x_operands, *(w for term in w_operands for w in term)]
+        blocks = [*(o.column_block for o in operands), 0]
+        # Of all operands and the results: the first plane, and the block of columns.
+        indices = jnp.asarray([0] * len(blocks) + blocks, jnp.int32)
+        rows_read = [] if index is None else [index]
+        results = kernel(indices, *tiles, *rows_read, *(o.array for o in operands))
+        return tuple(result[0] for result in results)
+
+    return jax.jit(launch)
+
+
+class OuterPart(NamedTuple):
+    """Rows whose products are added: see `grouped_outer`.
+
+    Attributes:
+      left: [M, K], or [S, K] with `left_index`.
+      right: [M, N], or [S, N] with `right_index`.
+      sizes: int32 [G], the number of rows of each group, in order.
+      left_index: int32 [M], or None.
+      right_index: int32 [M], or None.
+    """
+
+    left: Any
+    right: Any
+    sizes: Any
+    left_index: Any = None
+    right_index: Any = None
+
+
+def grouped_outer(parts: Sequence[OuterPart], tiling: Tiling, target: Target) -> jax.Array:
+    """The sum of ``leftᵀ right`` over the rows of each group, of all parts: [G, K, N].
+
+    Args:
+      parts: at least one; all have the same groups, K and N. Of all of them the lefts come by
+        index, or the rights, or neither.
+      tiling: how the matmul is tiled.
+      target: the GPU to build for.
+    """
+    return _launch_outer(tiling, target)(tuple(parts))
+
+
+@functools.cache
+def _launch_outer(tiling: Tiling, target: Target) -> Any:
+    """Returns one function for all equal launches: they are traced and compiled once."""
+
+    @sequential_vmap
+    def launch(parts: tuple[OuterPart, ...]) -> jax.Array:
+        first = parts[0]
+        axes = frozenset().union(*map(varying_axes, jax.tree.leaves(parts)))
+        shape = (first.sizes.size, first.left.shape[1], first.right.shape[1])
+        out = vary_over(lax.empty(shape, first.left.dtype), axes)
+        lefts, rights = [part.left[None] for part in parts], [part.right[None] for part in parts]
+        gemm = GroupedOuterGemm(
+            lefts,
+            rights,
+            out,
+            tiling,
+            left_indexed=first.left_index is not None,
+            right_indexed=first.right_index is not None,
+            interpreted=target.interpret is not False,
+        )
+        kernel = gemm.kernel(
+            [out],
+            "grouped_outer",
+            target.multiprocessors,
+            target.interpret,
+            writes_all=gemm.writes_all,
+        )
+        indexes = [i for part in parts for i in part[3:] if i is not None]
+        bounds = [group_bounds(part.sizes) for part in parts]
+        # Of all operands and the result: the first plane, and the block of columns.
+        indices = jnp.zeros((2 * (2 * len(parts) + 1),), jnp.int32)
+        (result,) = kernel(indices, *bounds, *indexes, *lefts, *rights)
+        return result
+
+    return jax.jit(launch)
