@@ -29,7 +29,10 @@ def last_reads(reads: Iterable[tuple[int, Iterable[int]]]) -> dict[int, int]:
 
 
 def peak(
-    executions: Sequence[Execution], last_read: Mapping[int, int], sizes: Sequence[int]
+    executions: Sequence[Execution],
+    last_read: Mapping[int, int],
+    sizes: Sequence[int],
+    kept: Set[int] = frozenset(),
 ) -> tuple[int, set[int]]:
     """The most bytes at one time, and the arrays that are alive then.
 
@@ -41,6 +44,7 @@ def peak(
       last_read: for each array, the place of its last reader; arrays that none makes count too,
         as memory that is freed.
       sizes: bytes of each array.
+      kept: arrays to which no result may be written.
     """
     dying: dict[int, set[int]] = {}
     for array, place in last_read.items():
@@ -51,7 +55,7 @@ def peak(
         made, freed = execution.made, dying.get(place, set())
         now += sum(sizes[array] for array in made)
         live |= made
-        bytes_of = [sum(sizes[array] for array in group) for group in (made, freed)]
+        bytes_of = [sum(sizes[array] for array in group) for group in (made, freed - kept)]
         replaced = min(execution.replacing, *bytes_of)
         if now + execution.inner - replaced > most:
             most, at_most = now + execution.inner - replaced, set(live)

@@ -260,7 +260,10 @@ def _peak(program: Program) -> tuple[int, set[int]]:
     ]
     reads = _reads(program, stored, _sources(program, stored))
     counted = ((place, read - program.uncounted) for place, read in reads)
-    return peak(executions, last_reads(counted), program.sizes)
+    # XLA writes no result to that of a matmul of its libraries, such as the logits.
+    products = (o.results for o in program.operations if o.name == "dot_general")
+    kept = {value for results in products for value in results}
+    return peak(executions, last_reads(counted), program.sizes, kept)
 
 
 def _reads(
