@@ -5,14 +5,16 @@ The algorithm, the same on all devices, and for every block on its own:
 1. The block counts its epoch, which numbers its exchanges. Its parity selects one of two phases of
    the symmetric workspaces.
 2. It stores its message to each peer in the peer's workspace, at an address that was compiled into
-   the program. Then it sets its signal at each peer to the epoch.
-3. It waits until the signals of all peers have reached the epoch here, loads their messages, and
-   stores the result.
+   the program. No signal follows: see `self_signalled`.
+3. It prefetches its part of the weights that are multiplied next to the L2 cache. Memory has
+   nothing else to do while messages are on their way.
+4. It takes the messages of all peers from its own workspace, each when it is there, and stores the
+   result. Taking a message leaves the region ready for the next one.
 
 Invariant: nobody waits before storing, since a region is stored to again only two exchanges later,
-when its owner has read it. Proof: who begins exchange e + 2 has ended e + 1, in which every peer
-set its signal to e + 1. A peer does that after it has ended e, and loaded all that e had left in
-the region.
+when its owner has taken what was in it. Proof: who begins exchange e + 2 has ended e + 1, in which
+it took a message of every peer. A peer sends that in a launch after the one in which it has taken
+all that e had left in the region.
 
 All devices of an axis must execute their exchanges in the same order. Within one program they do.
 Across programs that is up to whoever launches them: XLA does not know that the kernels communicate.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -37,15 +39,16 @@ from collective_matmul.mosaic_gpu import requirements
 from collective_matmul.mosaic_gpu.peers import symmetric_workspace
 from collective_matmul.mosaic_gpu.peers.peer_memory import (
     VECTOR_BYTES,
+    WARPGROUP,
     WARPGROUP_LANES,
     Address,
     layout,
-    load,
     load_int32,
-    set_signals,
-    store,
+    prefetch,
+    store_int32,
 )
-from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited, wait_for_signals
+from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited
+from collective_matmul.mosaic_gpu.peers.self_signalled import store_message, take_message
 from collective_matmul.mosaic_gpu.race_injection import delay_warpgroup, race_delay_steps
 from collective_matmul.mosaic_gpu.requirements import Array
 
@@ -57,12 +60,19 @@ Kind = Literal["gather", "scatter", "reduce"]
 # A box is what a block moves at once. The smallest has one vector for each lane; the largest is
 # what the registers hold. In bytes.
 _SMALLEST_BOX, _LARGEST_BOX = WARPGROUP_LANES * VECTOR_BYTES, 8 * WARPGROUP_LANES * VECTOR_BYTES
+# Of the weights, about half of what the L2 cache holds. Prefetches are of whole cache lines.
+_PREFETCHED_BYTES, _PREFETCH_MULTIPLE = 24 << 20, 128
 #: The largest message of a device to each of its peers, in bytes.
 MOST_BYTES = symmetric_workspace.EXCHANGE_BLOCKS * symmetric_workspace.REGION_BYTES
 
 
 def all_gather(
-    x: jax.Array, axis_name: str, *, replicated: bool = False, race_delays: bool = False
+    x: jax.Array,
+    axis_name: str,
+    *,
+    replicated: bool = False,
+    prefetched: Sequence[jax.Array] = (),
+    race_delays: bool = False,
 ) -> jax.Array:
     """Computes ``lax.all_gather(x, axis_name)``. Called inside `jax.shard_map`.
 
@@ -70,8 +80,9 @@ def all_gather(
       x: this device's shard, [...], bfloat16 or float16, of at most `MOST_BYTES`.
       axis_name: a mesh axis of D devices of one node.
       replicated: whether the result is typed as replicated over the axis.
-      race_delays: whether blocks wait for random times before they signal, so that races show. For
-        tests.
+      prefetched: arrays that are read next, from their first bytes on. Those are prefetched.
+      race_delays: whether blocks wait for random times before they send and before they receive, so
+        that races show. For tests.
 
     Returns:
       [D, ...].
@@ -79,7 +90,7 @@ def all_gather(
     Raises:
       ValueError: if x is larger than `MOST_BYTES`.
     """
-    y = _shared_launch("gather", axis_name, race_delays, replicated)(_boxes(x))
+    y = _shared_launch("gather", axis_name, race_delays, replicated)(_boxes(x), *prefetched)
     return y.reshape(y.shape[0], -1)[:, : x.size].reshape(-1, *x.shape)
 
 
@@ -163,12 +174,12 @@ def _shared_launch(kind: Kind, axis_name: str, race_delays: bool, replicated: bo
     """Returns one function for all equal launches: they are traced, lowered and compiled once.
 
     Returns:
-      ``launch(x) -> y``, both [boxes, elements]. The operand of "scatter" and the result of
+      ``launch(x, *prefetched) -> y``, x and y [boxes, elements]. The x of "scatter" and the y of
       "gather" are [D, boxes, elements].
     """
 
     @sequential_vmap
-    def launch(x: jax.Array) -> jax.Array:
+    def launch(x: jax.Array, *prefetched: jax.Array) -> jax.Array:
         devices, axes = lax.axis_size(axis_name), varying_axes(x)
         if replicated:
             axes -= {axis_name}
@@ -184,7 +195,7 @@ def _shared_launch(kind: Kind, axis_name: str, race_delays: bool, replicated: bo
         )
         exchange = Exchange(kind, devices, boxes, race_delays)
         kernel = in_place_kernel(exchange.run, mesh, [y], name=f"one_shot_{kind}")
-        return kernel(symmetric_workspace.workspace_pointers(axis_name), x)[0]
+        return kernel(symmetric_workspace.workspace_pointers(axis_name), x, *prefetched)[0]
 
     return jax.jit(launch)
 
@@ -198,14 +209,16 @@ class Exchange:
         self.boxes = boxes
         self.race_delays = race_delays
 
-    def run(self, workspace_pointers: Any, x: Any, y: Any) -> None:
+    def run(self, workspace_pointers: Any, x: Any, *refs: Any) -> None:
         """Executes one block.
 
         Args:
           workspace_pointers: a reference, see `symmetric_workspace.workspace_pointers`.
           x: a reference to the operand, [boxes, elements]; [D, boxes, elements] to scatter.
-          y: a reference to the result, [boxes, elements]; [D, boxes, elements] when gathering.
+          *refs: references to the arrays to prefetch, and to the result, y: [boxes, elements], or
+            [D, boxes, elements] when gathering.
         """
+        *prefetched, y = refs
         devices, block = self.devices, lax.axis_index("block")
         workspaces = [
             Address(workspace_pointers[2 * offset], workspace_pointers[2 * offset + 1], 0)
@@ -219,24 +232,38 @@ class Exchange:
             phase = epoch & (symmetric_workspace.PHASES - 1)
             return workspace.plus(symmetric_workspace.region_offset(devices, phase, source, block))
 
-        def signal(workspace: Address, source: int) -> Address:
-            return workspace.plus(symmetric_workspace.signal_offset(source, block))
-
         # For the device at an offset, this device is the source at minus that offset.
         sources = [-offset % devices for offset in range(devices)]
         regions = list(map(region, workspaces, sources))
+        self.delay(axis_index, epoch, block)
         # No wait before these stores: see the invariant at the top of this file.
         self.for_boxes(functools.partial(self.send, x, y, axis_index, regions))
-        if self.race_delays:
-            delay_warpgroup(race_delay_steps(axis_index, epoch, block))
-        # Signals are set after all stores of this block. The block's own epoch is stored with them.
-        set_signals(epoch, [epoch_counter, *map(signal, workspaces[1:], sources[1:])])
+        store_int32(epoch_counter, epoch, WARPGROUP)
+        self.prefetch(prefetched)
+        self.delay(axis_index, epoch + 1, block)
         report = own_workspace.plus(symmetric_workspace.report_offset(devices))
         awaited = Awaited(f"one_shot_{self.kind}", "messages of peers", report)
-        signals = [signal(own_workspace, source) for source in range(1, devices)]
-        wait_for_signals(epoch, signals, awaited)
-        own_region = functools.partial(region, own_workspace)
-        self.for_boxes(functools.partial(self.receive, x, y, axis_index, own_region))
+
+        def take(source: Any, box_offset: int) -> jax.Array:
+            address = region(own_workspace, source).plus(box_offset)
+            return take_message(epoch, address, x.shape[-1:], x.dtype, awaited)
+
+        self.for_boxes(functools.partial(self.receive, x, y, axis_index, take))
+
+    def delay(self, axis_index: Any, number: Any, block: Any) -> None:
+        """Waits for a random time if tests ask for that."""
+        if self.race_delays:
+            delay_warpgroup(race_delay_steps(axis_index, number, block))
+
+    def prefetch(self, arrays: Sequence[Any]) -> None:
+        """Prefetches this block's part of the first bytes of arrays, of each as many."""
+        blocks = lax.axis_size("block")
+        for array in arrays:
+            size = math.prod(array.shape) * array.dtype.itemsize
+            size = min(size, _PREFETCHED_BYTES // len(arrays))
+            part = size // blocks // _PREFETCH_MULTIPLE * _PREFETCH_MULTIPLE
+            if part:
+                prefetch(array, lax.axis_index("block") * part, part)
 
     def for_boxes(self, act: Callable[[Any, int], None]) -> None:
         """Calls ``act(box, offset)`` for each box of this block.
@@ -260,32 +287,34 @@ class Exchange:
           box: the index of the box.
           box_offset: the byte offset of the box in each region.
         """
-        for offset, peer_region in enumerate(regions):
-            if self.kind == "scatter":
-                if offset == 0:
-                    continue
+        peers = list(enumerate(regions))[1:]
+        if self.kind == "scatter":
+            for offset, peer_region in peers:
                 value = self.load(x.at[self.device_at(axis_index, offset), box])
-            elif offset == 0:
-                value = self.load(x.at[box])
-            if self.kind == "gather" and offset == 0:
-                y[axis_index, box] = value
-            else:
-                store(peer_region.plus(box_offset), value)
+                store_message(peer_region.plus(box_offset), value)
+            return
+        value = self.load(x.at[box])
+        for _, peer_region in peers:
+            store_message(peer_region.plus(box_offset), value)
+        if self.kind == "gather":
+            y[axis_index, box] = value
+        else:
+            store_message(regions[0].plus(box_offset), value)
 
-    def receive(self, x, y, axis_index, region: Callable, box, box_offset: int) -> None:
-        """Loads a box of all sources and stores the result.
+    def receive(self, x, y, axis_index, take: Callable, box, box_offset: int) -> None:
+        """Takes a box of all sources and stores the result.
 
         Args:
           x: see `run`.
           y: see `run`.
           axis_index: the index of this device.
-          region: returns this block's region of a source.
+          take: returns what this block has received from a source at a byte offset.
           box: the index of the box.
           box_offset: the byte offset of the box in each region.
         """
 
         def load_from(source: Any) -> jax.Array:
-            return load(region(source).plus(box_offset), x.shape[-1:], x.dtype)
+            return take(source, box_offset)
 
         if self.kind == "gather":
             for source in range(1, self.devices):
@@ -312,5 +341,5 @@ class Exchange:
         return lax.rem(axis_index + offset, self.devices)
 
     def load(self, box_ref: Any) -> jax.Array:
-        """Returns a box of an array of this device, in the layout that `store` takes."""
+        """Returns a box of an array of this device, in the layout that `store_message` takes."""
         return plgpu.load(box_ref, layout=layout(box_ref.shape, box_ref.dtype), optimized=False)
