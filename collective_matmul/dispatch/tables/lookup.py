@@ -100,7 +100,7 @@ def _own_entry(
 def _between_entries(
     site: Request, backend: str, found: Mapping[Request, tuple[Entry, str]]
 ) -> Comparison | None:
-    """The times of a layer with fewer and with more rows: straight lines in logarithms.
+    """The times of a layer with fewer and with more rows, and between them as models say.
 
     Its weights take as long to read with any number of rows, and few rows fill tiles that are as
     high as those of more rows: times at the two ends say more than time per operation. If the
@@ -115,8 +115,14 @@ def _between_entries(
     share = 0.0 if fewer is more else site.doublings(fewer) / more.doublings(fewer)
 
     def interpolated(name: str) -> float:
+        # Models know the tiles and the padding of each number of rows. What they are wrong by
+        # changes slowly: it is a straight line in logarithms. So is a time without a model.
+        predict = site.backends[name].predict
+        predicted = [None if p is None else p.seconds for p in map(predict, (fewer, site, more))]
+        first, here, last = (1.0, 1.0, 1.0) if None in predicted else predicted
         low, high = (entry.seconds[name] for entry in ends)
-        return low * (high / low) ** share
+        low, high = low / first, high / last
+        return here * low * (high / low) ** share
 
     reference = interpolated(REFERENCE)
     least = min(_gain(entry, backend) for entry in ends)
