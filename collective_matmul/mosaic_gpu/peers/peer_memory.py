@@ -89,27 +89,6 @@ def store_int32(address: Address, value: Any, scope: ThreadScope) -> None:
     at(value, tuple(address))
 
 
-def prefetch(array: Any, offset: Any, size: int) -> None:
-    """Starts to bring a part of an array to the L2 cache.
-
-    Args:
-      array: a reference to contiguous global memory of this device.
-      offset: where the part begins, in bytes, a multiple of 16.
-      size: bytes of the part, a multiple of 16.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
-    def at(_, array, offset):
-        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        start = llvm.ptrtoint(i64, utils.memref_ptr(array))
-        address = arith.addi(start, arith.extui(i64, offset.registers.item()))
-        with utils.single_thread(scope=WARPGROUP):
-            text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
-            inline_ptx(None, [address, gpu.c(size, i32)], text)
-
-    at(array, jnp.int32(offset))
-
-
 # What inline code consists of. Arguments are MLIR values here.
 
 

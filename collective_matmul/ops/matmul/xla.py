@@ -41,7 +41,7 @@ class SequentialBackend(MatmulBackend, Protocol):
     ) -> tuple[tuple[jax.Array, ...], Gathered]:
         """Gathers x, then multiplies; see `MatmulBackend`."""
         weights = tuple(map(whole, ws))
-        gathered = self._gathered(request, x, ws)
+        gathered = self._gathered(request, x)
         rows = multiplied(gathered)
         ys = tuple(matmul(rows, w, request.transpose_w) for w in weights)
         return ys, gathered if request.keep_gathered else None
@@ -62,9 +62,8 @@ class SequentialBackend(MatmulBackend, Protocol):
         """Multiplies, then all-reduces; see `MatmulBackend`."""
         return self.all_reduce(add(*map(matmul, xs, ws)), request.axis_name)
 
-    def _gathered(self, request: Site, rows: Any, weights: Sequence[Any] = ()) -> Any:
-        """Rows of all devices, in any format; `weights` multiply them next."""
-        del weights
+    def _gathered(self, request: Site, rows: Any) -> Any:
+        """Rows of all devices, in any format."""
         gather = functools.partial(
             self.all_gather, axis_name=request.axis_name, dimension=request.shard_dimension
         )

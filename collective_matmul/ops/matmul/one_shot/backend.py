@@ -6,8 +6,6 @@ With few rows, a collective of NCCL takes longer to start and end than to send i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,6 @@ from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.hardware import HOPPER, rates
 from collective_matmul.mosaic_gpu import requirements
 from collective_matmul.operands.format import PLAIN
-from collective_matmul.operands.multiply import is_array
 from collective_matmul.ops.matmul.matmul_cost import multiplication_seconds
 from collective_matmul.ops.matmul.one_shot import exchange_kernel
 from collective_matmul.ops.matmul.request import Site
@@ -39,12 +36,9 @@ class OneShot(SequentialBackend):
     name = "one_shot"
     uses_peer_kernels = True
 
-    def all_gather(
-        self, x: jax.Array, axis_name: str, dimension: int, read_next: Sequence[jax.Array] = ()
-    ) -> jax.Array:
-        """[..., m, ...] -> [..., D*m, ...]; meanwhile, arrays that are read next are prefetched."""
-        shards = exchange_kernel.all_gather(x, axis_name, prefetched=read_next)
-        shards = jnp.moveaxis(shards, 0, dimension)
+    def all_gather(self, x: jax.Array, axis_name: str, dimension: int) -> jax.Array:
+        """[..., m, ...] -> [..., D*m, ...]."""
+        shards = jnp.moveaxis(exchange_kernel.all_gather(x, axis_name), 0, dimension)
         whole = list(x.shape)
         whole[dimension] *= lax.axis_size(axis_name)
         return shards.reshape(whole)
@@ -64,16 +58,6 @@ class OneShot(SequentialBackend):
         sums = exchange_kernel.reduce_scatter(parts, axis_name)
         whole = exchange_kernel.all_gather(sums, axis_name, replicated=True)
         return whole.reshape(-1)[: x.size].reshape(x.shape)
-
-    def _gathered(self, request: Site, rows: Any, weights: Sequence[Any] = ()) -> Any:
-        """Gathers rows and prefetches weights; see `SequentialBackend`.
-
-        The first rows of a weight are those that all tiles of the product read first. Where weights
-        are transposed, all tiles but a few would wait for what is not prefetched.
-        """
-        read_next = () if request.transpose_w else tuple(filter(is_array, weights))
-        axis_name, dimension = request.axis_name, request.shard_dimension
-        return self.all_gather(rows, axis_name, dimension, read_next)
 
     def unsupported_reason(self, site: Site) -> str | None:
         """Exchanges are limited by the kernel's requirements and the size of the workspace."""

@@ -6,9 +6,7 @@ The algorithm, the same on all devices, and for every block on its own:
    the symmetric workspaces.
 2. It stores its message to each peer in the peer's workspace, at an address that was compiled into
    the program. No signal follows: see `self_signalled`.
-3. It prefetches its part of the weights that are multiplied next to the L2 cache. Memory has
-   nothing else to do while messages are on their way.
-4. It takes the messages of all peers from its own workspace, each when it is there, and stores the
+3. It takes the messages of all peers from its own workspace, each when it is there, and stores the
    result. Taking a message leaves the region ready for the next one.
 
 Invariant: nobody waits before storing, since a region is stored to again only two exchanges later,
@@ -24,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -44,7 +42,6 @@ from collective_matmul.mosaic_gpu.peers.peer_memory import (
     Address,
     layout,
     load_int32,
-    prefetch,
     store_int32,
 )
 from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited
@@ -60,8 +57,6 @@ Kind = Literal["gather", "scatter", "reduce"]
 # A box is what a block moves at once. The smallest has one vector for each lane; the largest is
 # what the registers hold. In bytes.
 _SMALLEST_BOX, _LARGEST_BOX = WARPGROUP_LANES * VECTOR_BYTES, 8 * WARPGROUP_LANES * VECTOR_BYTES
-# Of the weights, about half of what the L2 cache holds. Prefetches are of whole cache lines.
-_PREFETCHED_BYTES, _PREFETCH_MULTIPLE = 24 << 20, 128
 #: The largest message of a device to each of its peers, in bytes.
 MOST_BYTES = symmetric_workspace.EXCHANGE_BLOCKS * symmetric_workspace.REGION_BYTES
 
@@ -71,7 +66,6 @@ def all_gather(
     axis_name: str,
     *,
     replicated: bool = False,
-    prefetched: Sequence[jax.Array] = (),
     race_delays: bool = False,
 ) -> jax.Array:
     """Computes ``lax.all_gather(x, axis_name)``. Called inside `jax.shard_map`.
@@ -80,7 +74,6 @@ def all_gather(
       x: this device's shard, [...], bfloat16 or float16, of at most `MOST_BYTES`.
       axis_name: a mesh axis of D devices of one node.
       replicated: whether the result is typed as replicated over the axis.
-      prefetched: arrays that are read next, from their first bytes on. Those are prefetched.
       race_delays: whether blocks wait for random times before they send and before they receive, so
         that races show. For tests.
 
@@ -90,7 +83,7 @@ def all_gather(
     Raises:
       ValueError: if x is larger than `MOST_BYTES`.
     """
-    y = _shared_launch("gather", axis_name, race_delays, replicated)(_boxes(x), *prefetched)
+    y = _shared_launch("gather", axis_name, race_delays, replicated)(_boxes(x))
     return y.reshape(y.shape[0], -1)[:, : x.size].reshape(-1, *x.shape)
 
 
@@ -174,12 +167,12 @@ def _shared_launch(kind: Kind, axis_name: str, race_delays: bool, replicated: bo
     """Returns one function for all equal launches: they are traced, lowered and compiled once.
 
     Returns:
-      ``launch(x, *prefetched) -> y``, x and y [boxes, elements]. The x of "scatter" and the y of
+      ``launch(x) -> y``, both [boxes, elements]. The operand of "scatter" and the result of
       "gather" are [D, boxes, elements].
     """
 
     @sequential_vmap
-    def launch(x: jax.Array, *prefetched: jax.Array) -> jax.Array:
+    def launch(x: jax.Array) -> jax.Array:
         devices, axes = lax.axis_size(axis_name), varying_axes(x)
         if replicated:
             axes -= {axis_name}
@@ -195,7 +188,7 @@ def _shared_launch(kind: Kind, axis_name: str, race_delays: bool, replicated: bo
         )
         exchange = Exchange(kind, devices, boxes, race_delays)
         kernel = in_place_kernel(exchange.run, mesh, [y], name=f"one_shot_{kind}")
-        return kernel(symmetric_workspace.workspace_pointers(axis_name), x, *prefetched)[0]
+        return kernel(symmetric_workspace.workspace_pointers(axis_name), x)[0]
 
     return jax.jit(launch)
 
@@ -209,16 +202,14 @@ class Exchange:
         self.boxes = boxes
         self.race_delays = race_delays
 
-    def run(self, workspace_pointers: Any, x: Any, *refs: Any) -> None:
+    def run(self, workspace_pointers: Any, x: Any, y: Any) -> None:
         """Executes one block.
 
         Args:
           workspace_pointers: a reference, see `symmetric_workspace.workspace_pointers`.
           x: a reference to the operand, [boxes, elements]; [D, boxes, elements] to scatter.
-          *refs: references to the arrays to prefetch, and to the result, y: [boxes, elements], or
-            [D, boxes, elements] when gathering.
+          y: a reference to the result, [boxes, elements]; [D, boxes, elements] when gathering.
         """
-        *prefetched, y = refs
         devices, block = self.devices, lax.axis_index("block")
         workspaces = [
             Address(workspace_pointers[2 * offset], workspace_pointers[2 * offset + 1], 0)
@@ -239,7 +230,6 @@ class Exchange:
         # No wait before these stores: see the invariant at the top of this file.
         self.for_boxes(functools.partial(self.send, x, y, axis_index, regions))
         store_int32(epoch_counter, epoch, WARPGROUP)
-        self.prefetch(prefetched)
         self.delay(axis_index, epoch + 1, block)
         report = own_workspace.plus(symmetric_workspace.report_offset(devices))
         awaited = Awaited(f"one_shot_{self.kind}", "messages of peers", report)
@@ -254,16 +244,6 @@ class Exchange:
         """Waits for a random time if tests ask for that."""
         if self.race_delays:
             delay_warpgroup(race_delay_steps(axis_index, number, block))
-
-    def prefetch(self, arrays: Sequence[Any]) -> None:
-        """Prefetches this block's part of the first bytes of arrays, of each as many."""
-        blocks = lax.axis_size("block")
-        for array in arrays:
-            size = math.prod(array.shape) * array.dtype.itemsize
-            size = min(size, _PREFETCHED_BYTES // len(arrays))
-            part = size // blocks // _PREFETCH_MULTIPLE * _PREFETCH_MULTIPLE
-            if part:
-                prefetch(array, lax.axis_index("block") * part, part)
 
     def for_boxes(self, act: Callable[[Any, int], None]) -> None:
         """Calls ``act(box, offset)`` for each box of this block.

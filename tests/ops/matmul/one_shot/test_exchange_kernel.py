@@ -15,7 +15,6 @@ import pytest
 from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from collective_matmul.mosaic_gpu.peers import symmetric_workspace
 from collective_matmul.ops.matmul.one_shot import backend, exchange_kernel
 from collective_matmul.ops.matmul.one_shot.backend import OneShot
@@ -160,42 +159,6 @@ def test_vmap_executes_one_exchange_after_the_other(
     x = ShapeDtypeStruct((*shape[:-1], 2 * shape[-1]), jnp.bfloat16)
     text = lowered(jax.jit(sharded).trace(x))
     assert text.count("custom_call @mosaic_gpu") == 1 and "stablehlo.while" in text
-
-
-@needs_kernels
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize(
-    ("transposed", "sharded"), [(False, True), (False, False), (True, True)], ids=str
-)
-def test_a_gather_prefetches_weights_that_are_read_from_their_first_row_on(
-    transposed: bool, sharded: bool, check_vma: bool, make_mesh: MeshFactory
-) -> None:
-    w_spec, w_shape = (P(AXIS), (512, 256)) if transposed else (P(None, AXIS), (256, 512))
-    w_spec = w_spec if sharded else P()
-
-    def call(x: jax.Array, w: jax.Array) -> jax.Array:
-        if not transposed:
-            return all_gather_matmul(x, w, AXIS, implementation="one_shot")
-        # The gradient of a row-parallel matmul gathers dy, and contracts w's last dimension.
-        _, pullback = jax.vjp(
-            lambda h: matmul_reduce_scatter(h, w, AXIS, implementation="one_shot"),
-            jnp.zeros((2 * x.shape[0], w.shape[0]), x.dtype) + x[0, 0],
-        )
-        return pullback(x)[0]
-
-    sharded_call = jax.shard_map(
-        call,
-        mesh=make_mesh({AXIS: 2}),
-        in_specs=(P(AXIS), w_spec),
-        out_specs=P(None, AXIS),
-        check_vma=check_vma,
-    )
-    x = ShapeDtypeStruct((16, 256), jnp.bfloat16)
-    text = lowered(jax.jit(sharded_call).trace(x, ShapeDtypeStruct(w_shape, jnp.bfloat16)))
-    functions = re.split(r"(?=func\.func )", text)
-    launches = [each for each in functions if "one_shot_gather" in each]
-    (arguments,) = re.findall(r"@launch\w*\((.*?)\) ->", "".join(launches))
-    assert arguments.count("tensor<") == (1 if transposed else 2)
 
 
 @needs_kernels

@@ -20,7 +20,6 @@ from tests.mosaic_gpu.peers.simulated_workspaces import (
     assert_mistake_is_found,
 )
 from tests.mosaic_gpu.simulated_memory import Reference
-from tests.mosaic_gpu.simulation import AXIS
 
 Patch = pytest.MonkeyPatch
 
@@ -54,9 +53,6 @@ class ExchangeSimulation(WorkspaceSimulation):
             words[:: symmetric_workspace._STRIDE_BYTES // 4] = epoch
         draw = np.random.default_rng(seed)
         self.xs, self.ys = [], []
-        self.prefetched = [np.zeros((rows, 1000), np.float16) for rows in (3, 4000)]
-        # What each block of each launch of a device prefetches of each array.
-        self.parts: dict[Any, list[range]] = {}
         for kind, boxes, _ in launches:
             whole, part = (devices, devices, boxes, BOX), (devices, boxes, BOX)
             self.xs.append(draw.choice(VALUES, whole if kind == "scatter" else part))
@@ -67,7 +63,7 @@ class ExchangeSimulation(WorkspaceSimulation):
         if block < launch.blocks:
             x, y = (Reference.to(arrays[number][device]) for arrays in (self.xs, self.ys))
             exchange = Exchange(launch.kind, self.devices, launch.boxes, launch.race_delays)
-            exchange.run(words, x, *map(Reference.to, self.prefetched), y)
+            exchange.run(words, x, y)
 
     # The primitives.
 
@@ -109,12 +105,6 @@ class ExchangeSimulation(WorkspaceSimulation):
         assert scope is WARPGROUP
         self.send(address, as_int32(value))
 
-    def prefetch(self, array: Reference, offset: int, size: int) -> None:
-        assert array.is_within() and size > 0 and offset % 16 == size % 16 == 0
-        place = self.here().place
-        key = place["launch"], place[AXIS], array.shape
-        self.parts.setdefault(key, []).append(range(offset, offset + size))
-
     def axis_size(self, axis: str) -> int:
         assert axis == "block"
         return self.launches[self.here().place["launch"]].blocks
@@ -129,7 +119,6 @@ class ExchangeSimulation(WorkspaceSimulation):
             "store_int32": self.store_int32,
             "store_message": self.store_message,
             "take_message": self.take_message,
-            "prefetch": self.prefetch,
             "race_delay_steps": lambda *seed: sum(seed) % 3,
             "delay_warpgroup": lambda steps: [self.here().wait() for _ in range(steps)],
         }
@@ -175,12 +164,11 @@ LAUNCHES = [
 ]
 
 
-def run(monkeypatch: Patch, devices: int, seed: int, epoch: int = 0) -> ExchangeSimulation:
+def run(monkeypatch: Patch, devices: int, seed: int, epoch: int = 0) -> None:
     simulation = ExchangeSimulation(devices, LAUNCHES, seed, epoch)
     simulation.play(monkeypatch)
     simulation.run()
     simulation.assert_results()
-    return simulation
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -194,21 +182,6 @@ def test_results_are_right_in_any_order_of_threads(
 @pytest.mark.parametrize("epoch", [2**31 - 3, 2**31 - 2, 2**31 - 1, -2])
 def test_results_are_right_when_epochs_wrap_around(epoch: int, monkeypatch: Patch) -> None:
     run(monkeypatch, 3, 0, epoch)
-
-
-def test_blocks_prefetch_the_first_bytes_of_arrays(monkeypatch: Patch) -> None:
-    limit, multiple = 2_000_000, 128
-    monkeypatch.setattr(exchange_kernel, "_PREFETCHED_BYTES", 2 * limit)
-    simulation = run(monkeypatch, 2, 0)
-    for number, launch in enumerate(LAUNCHES):
-        for array in simulation.prefetched:
-            size = min(array.nbytes, limit)
-            for device in range(2):
-                parts = sorted(simulation.parts[number, device, array.shape], key=min)
-                assert len(parts) == launch.blocks
-                ends = [0, *(part.stop for part in parts)]
-                assert [part.start for part in parts] == ends[:-1]
-                assert 0 <= size - ends[-1] < launch.blocks * multiple
 
 
 def one_phase(monkeypatch: Patch) -> None:
