@@ -97,7 +97,9 @@ def test_values(mesh: str, elements: int) -> None:
 def test_messages_may_have_the_bits_of_the_sentinel(dtype: str) -> None:
     """Such a pair of NaNs would be waited for in vain; all other bits travel unchanged."""
     mesh = mesh_called("2")
-    words = np.resize(np.array([symmetric_workspace.SENTINEL, 0x7FC17FC2, 1], np.int32), 2 * 30_000)
+    words = np.resize(
+        np.array([symmetric_workspace.SENTINEL, 0x3F80C000, 0x40414243], np.int32), 2 * 30_000
+    )
     x = words.view(np.uint16)
     sharded = jax.shard_map(
         lambda bits: lax.bitcast_convert_type(

@@ -118,8 +118,8 @@ def _between_entries(
         # Models know the tiles and the padding of each number of rows. What they are wrong by
         # changes slowly: it is a straight line in logarithms. So is a time without a model.
         predict = site.backends[name].predict
-        predicted = [None if p is None else p.seconds for p in map(predict, (fewer, site, more))]
-        first, here, last = (1.0, 1.0, 1.0) if None in predicted else predicted
+        predicted = [p.seconds for p in map(predict, (fewer, site, more)) if p is not None]
+        first, here, last = predicted if len(predicted) == 3 else (1.0, 1.0, 1.0)
         low, high = (entry.seconds[name] for entry in ends)
         low, high = low / first, high / last
         return here * low * (high / low) ** share
