@@ -51,6 +51,7 @@ def answers() -> list[tuple[Site, Entry, dict[str, Comparison]]]:
     return found
 
 
+@needs_kernels
 @pytest.mark.needs("fused", "one_shot")
 def test_what_is_chosen_between_entries_is_nearly_the_fastest(answers: list) -> None:
     """The reference takes 1.3 times as long as the fastest; nothing slower than it is chosen."""
