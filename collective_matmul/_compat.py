@@ -264,7 +264,9 @@ def in_place_kernel(
 
         aliases = {count + i: i for i in range(len(outs))}
         call = _mpmd_map([(mesh, run)], types, input_output_aliases=aliases, **kwargs)
-        return tuple(call(*operands, *outs))
+        # XLA would let a kernel write into the slice of a stacked array that its result is copied
+        # to, as it does for a scan, and what the kernel does not write would be lost.
+        return tuple(lax.optimization_barrier(call(*operands, *outs)))
 
     return kernel
 

@@ -29,6 +29,7 @@ class Rates:
       kernel_seconds: time to start and end one kernel.
       unaligned_slowdown: factor for matmuls whose rows the TMA engine cannot load.
       link_bytes: rate at which one GPU sends in one direction, by copies or collectives.
+      network_bytes: rate at which one GPU sends to other nodes.
       collective_seconds: time to start and end one collective.
       copy_seconds: time to start and end one copy between peers.
       pass_bytes: rate of a pass over memory inside a program.
@@ -45,6 +46,7 @@ class Rates:
     kernel_seconds: float
     unaligned_slowdown: float
     link_bytes: float
+    network_bytes: float
     collective_seconds: float
     copy_seconds: float
     pass_bytes: float
@@ -62,6 +64,8 @@ HOPPER = Rates(
     kernel_seconds=4e-6,
     unaligned_slowdown=2.0,
     link_bytes=3.76e11,
+    # A port of 400 Gbit/s for each GPU, as in a DGX H100. Nothing was measured between nodes.
+    network_bytes=5.0e10,
     collective_seconds=28e-6,
     copy_seconds=10e-6,
     pass_bytes=6.5e12,
@@ -82,6 +86,7 @@ AMPERE = replace(
     operand_bytes=1.7e12,
     kernel_seconds=5e-6,
     link_bytes=2.5e11,
+    network_bytes=2.5e10,
     pass_bytes=2.0e12,
 )
 

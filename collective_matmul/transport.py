@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, get_args
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from collective_matmul.peer_access import no_peer_access_reason
 
@@ -43,9 +44,13 @@ def transport_over(*axes: str | tuple[str, ...]) -> Transport:
 
 
 def _along(axis_name: str) -> Transport:
+    return transport_along(jax.sharding.get_abstract_mesh(), axis_name)
+
+
+def transport_along(mesh: AbstractMesh | Mesh, axis_name: str) -> Transport:
+    """The transport along an axis of a mesh, assumed as by `transport_over`."""
     if jax.process_count() == 1:
         return transport_between(())
-    mesh = jax.sharding.get_abstract_mesh()
     devices = sorted(jax.devices(), key=lambda device: device.id)
     if axis_name not in mesh.axis_names or mesh.size != len(devices):
         return "nccl"
@@ -58,10 +63,14 @@ def _slowest(transports: Iterable[Transport]) -> Transport:
     return TRANSPORTS[max(map(TRANSPORTS.index, transports), default=0)]
 
 
+def node_of(device: Any) -> int:
+    """The number of a device's node. JAX numbers those of GPUs; simulated devices are on one."""
+    return getattr(device, "slice_index", 0)
+
+
 def transport_between(devices: Sequence[Any]) -> Transport:
     """The transport between these devices. Without any, between those of this process."""
-    # JAX numbers the nodes of GPUs. Simulated devices are all on this one.
-    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+    if len(set(map(node_of, devices))) > 1:
         return "network"
     several = len({device.process_index for device in devices}) > 1
     return "nccl" if several or no_peer_access_reason() else "peer_copies"

@@ -23,7 +23,7 @@ from collective_matmul import layers as collective
 from collective_matmul.layers import RouterStatistics
 from models.blocks.apply import apply_blocks
 from models.blocks.loop import BlockLoop, Scanned, Unrolled
-from models.blocks.rematerialization import Remat, rematerialize
+from models.blocks.rematerialization import Remat, rematerialize, rematerialize_halves
 from models.config import LlamaConfig
 from models.families.parameter_table import EXPERTS, FEED_FORWARD, LANGUAGE_HEAD
 from models.layers import plain, vocabulary
@@ -79,11 +79,25 @@ class Block(nnx.Module):
             )
 
     def __call__(
-        self, x: jax.Array, documents: Documents | None = None
+        self, x: jax.Array, documents: Documents | None = None, remat: Remat = "none"
     ) -> tuple[jax.Array, RouterStatistics | None]:
-        """[B, s, features] -> [B, s, features], and what `feed` returns beside it."""
+        """[B, s, features] -> [B, s, features], and what `feed` returns beside it.
+
+        Args:
+          x: the residual stream.
+          documents: as `Attention` takes them.
+          remat: which of its halves the backward recomputes, as `rematerialize_halves` takes it.
+        """
+        attended, fed = rematerialize_halves(self._attended, self._fed, remat)
+        return fed(attended(x, documents))
+
+    def _attended(self, x: jax.Array, documents: Documents | None) -> jax.Array:
+        """The residual stream after attention."""
         x, normed = self.attention_norm.beside(x)
-        x = x + self.attention(normed, documents)
+        return x + self.attention(normed, documents)
+
+    def _fed(self, x: jax.Array) -> tuple[jax.Array, RouterStatistics | None]:
+        """The residual stream after the feed-forward, and what `feed` returns beside it."""
         x, normed = self.feed_forward_norm.beside(x)
         fed, statistics = self.feed(normed)
         return x + fed, statistics
@@ -121,8 +135,9 @@ class Llama(nnx.Module):
       fp8_layers: which layers do, as `fnmatch` patterns of the names in `FP8_LAYERS`.
       dtype: dtype of activations and of weights where they are used; parameters are float32.
       remat: what the backward recomputes: "none"; "dots", all but the results of the collective
-        matmuls and of attention; "attention", all but the results of attention; "full", everything
-        inside a block.
+        matmuls and of attention; "projections", the feed-forward and all else but the results of
+        attention and of the matmuls beside it; "attention", all but the results of attention;
+        "full", everything inside a block.
       attention: the kernel of attention, as `collective_matmul.dot_product_attention` takes it;
         None chooses what was measured to be fastest.
       scan_layers: blocks per iteration of a scan over blocks, whose parameters then are stacked:
@@ -392,7 +407,7 @@ class Llama(nnx.Module):
             block: Any = nnx.merge(graph, weights)
             block.attention.window = self.config.window_of(kind)
             set_dropout(block, key)
-            y, statistics = block(x[0], documents)
+            y, statistics = block(x[0], documents, self.remat)
             return y, with_statistics_of(x[1], statistics)
 
         # All blocks have the same graph but for their window, so one function is traced once for

@@ -7,6 +7,7 @@ allowed, what was decided, and what the library warned of.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -107,7 +108,11 @@ def run(
     ]
 
     def output(process: subprocess.Popen) -> str:
-        printed, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        try:
+            printed, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            kill(processes)
+            printed, _ = process.communicate()
         if process.returncode != 0:
             kill(processes)  # They wait for it.
         return f"exit status {process.returncode}\n{printed}"
@@ -194,12 +199,14 @@ def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
     """Ends the process if the block raises an error: an orderly exit would wait for the others, and
-    they wait for this one."""
+    they wait for this one. One that is late says where it is before it is killed."""
+    faulthandler.dump_traceback_later(TIMEOUT_SECONDS - 10)
     try:
         yield
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+    faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager

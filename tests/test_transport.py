@@ -19,6 +19,8 @@ from collective_matmul.dispatch.assessment import assess
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.dispatch.tables import lookup, table_files
 from collective_matmul.dispatch.tables.table import Table
+from collective_matmul.mosaic_gpu.peers import shared_memory
+from collective_matmul.mosaic_gpu.requirements import workspaces_reason
 from collective_matmul.ops.attention.context.request import ContextRequest
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.matmul.backends import BACKENDS
@@ -175,3 +177,18 @@ def test_explain_names_the_transport(pretend: Any, make_mesh: MeshFactory) -> No
     sharded = jax.shard_map(ops, mesh=mesh, in_specs=P("t"), out_specs=P("t"), check_vma=False)
     explanation = explain(sharded)(jnp.ones((128, 8)), jnp.ones((64, 8)), jnp.ones((8, 8, 8)))
     assert explanation.table(400).count("t=8 through NCCL") == 3
+
+
+def test_kernels_that_address_peers_stay_on_a_node(pretend: Any, monkeypatch: Any) -> None:
+    """Nodes of the devices of a smaller mesh are not known."""
+    monkeypatch.setattr(shared_memory, "unshared_reason", lambda: None)
+    pretend([2, 2], 1)
+    reasons = {}
+    for sizes in ({"data": 2, "tensor": 2}, {"tensor": 4}, {"tensor": 2}):
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        monkeypatch.setattr(jax, "device_count", lambda: 4)
+        with jax.sharding.use_abstract_mesh(mesh):
+            reasons[mesh.size, len(sizes)] = workspaces_reason(transport_over("tensor"))
+    assert reasons[4, 2] is None
+    assert str(reasons[4, 1]).startswith("the axis crosses nodes")
+    assert str(reasons[2, 1]).startswith("a mesh of 2 of 4 devices on 2 nodes")

@@ -107,10 +107,11 @@ def training_steps(content: Content) -> str:
             share = rate * case["flops_per_token"] / (case["peak_flops"] or math.inf)
             times = [f"{1e3 * result[key]:.1f}" for key in ("median", "low", "high")]
             row = [case["name"], name, *times, f"{rate:,.0f}", f"{share:.1%}", case["remat"]]
-            losses = " → ".join(f"{loss:.4f}" for loss in result["losses"][::7])
+            # A report has NaN and infinities as text.
+            losses = " → ".join(f"{float(loss):.4f}" for loss in result["losses"][::7])
             norm = result.get("gradient_norm")
             row += [f"{(result['peak_bytes'] or 0) / _GIB:.1f}", losses]
-            rows.append([*row, "" if norm is None else f"{norm:.4f}"])
+            rows.append([*row, "" if norm is None else f"{float(norm):.4f}"])
     header = ["", "candidate", "ms", "least", "most", "tokens/s", "MFU", "remat", "GiB", "loss"]
     header.append("gradient norm")
     about = (

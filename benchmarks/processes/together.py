@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import os
 import socket
@@ -109,7 +110,11 @@ def run_together(
 
 
 def participate(kind: type[Settings], work: Callable[[Any, Participant], None]) -> None:
-    """Works in one of the processes that `run_together` starts, with the settings that it gave."""
+    """Works in one of the processes that `run_together` starts, with the settings that it gave.
+
+    One that is not done in time says where it is before it is killed.
+    """
+    faulthandler.dump_traceback_later(_KILLED_AFTER_SECONDS - 10, exit=False)
     try:
         fields, participant = map(json.loads, sys.argv[1:])
         lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}

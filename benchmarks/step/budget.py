@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from benchmarks.timeline.analysis import COMPUTE, DeviceTimeline, Kind, kind_of
 from benchmarks.timeline.intervals import gaps, intersection, length, union
 from benchmarks.timeline.trace import Event
-from models.blocks.rematerialization import recomputes_matmuls
+from models.blocks.rematerialization import recomputes_feed_forward, recomputes_projections
 from train.config.config import Config, MeshSizes
 
 #: Scopes of the model and the trainer: those whose matmuls are a part of their own, and others.
@@ -159,7 +159,8 @@ def make_floors(config: Config, sizes: MeshSizes, rates: Rates) -> dict[str, flo
 
 def _flops_per_token(config: Config) -> dict[str, float]:
     model, full = config.model, config.remat == "full"
-    again = recomputes_matmuls(config.remat)
+    again = recomputes_projections(config.remat)
+    fed_again = recomputes_feed_forward(config.remat)
     heads = model.num_heads * model.head_dim
     key_value_heads = model.num_key_value_heads * model.head_dim
     block = 2 * model.num_layers * model.features
@@ -168,7 +169,7 @@ def _flops_per_token(config: Config) -> dict[str, float]:
         "attention": 2 * model.num_layers * heads * config.sequence_length * (3.5 + full),
         "attention output matmuls": block * heads * (3 + again),
         # Gradients need two of the forward's three products.
-        "feed forward matmuls": block * model.hidden_features * (9 + 2 * again),
+        "feed forward matmuls": block * model.hidden_features * (9 + 2 * fed_again),
         "head matmuls": 2 * model.features * model.vocabulary_size * 3,
     }
 

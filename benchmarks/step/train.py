@@ -130,7 +130,7 @@ class TrainCase:
         known = TRAINING_NAMES.get(self.zero, ())
         if config.model.num_experts is not None:  # Experts over the devices that shard weights.
             known = tuple(name for name in known if name == "torch_fsdp")
-        if self.remat == "attention":  # PyTorch's side has no such policy.
+        if self.remat in ("projections", "attention"):  # PyTorch's side has no such policy.
             known = ()
         names = [name for name in known if name in self.baselines]
         step = {**config.to_json(), "frequencies": rotary.frequencies(config.model).tolist()}

@@ -211,7 +211,9 @@ def _fastest_known(assessments: Assessments) -> _Choice:
         site.backends, (each for each in believed if each.backend.name not in excluded)
     )
     reasons = [_comparison(assessments, winner.name), *_unmeasured(assessments)]
-    return _Choice(winner, "; ".join(reasons), excluded.get(best.name))
+    # A ring whose copies go through NCCL misses nothing where kernels of our own take its place.
+    is_replaced = winner.uses_peer_kernels and not _is_copied(site, best)
+    return _Choice(winner, "; ".join(reasons), None if is_replaced else excluded.get(best.name))
 
 
 def _is_gpu() -> bool:
@@ -230,11 +232,15 @@ def _reason_against(site: Request, assessment: Assessment, overlaps: bool) -> st
         return _cannot(assessment.backend.name, assessment.unsupported)
     if not overlaps:
         return None
-    is_copied = site.transport == "peer_copies" or not assessment.backend.copies_between_peers
-    if not is_copied and not assessment.is_measured:
+    if not _is_copied(site, assessment.backend) and not assessment.is_measured:
         through = described_transport(site.transport)
         return f"{assessment.backend.name} would hide nothing: its transfers go{through}"
     return _unprofitable(assessment.backend, site)
+
+
+def _is_copied(site: Request, backend: Backend) -> bool:
+    """Whether copies between peers, if a backend needs any, are that for a request."""
+    return site.transport == "peer_copies" or not backend.copies_between_peers
 
 
 def _unprofitable(backend: Backend, site: Request) -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+import jax
 from jax.extend.core import JaxprEqn
 
 from collective_matmul.hardware import Rates
@@ -19,19 +20,31 @@ def axes_of(equation: JaxprEqn) -> tuple:
 
 
 def is_collective_kernel(equation: JaxprEqn) -> bool:
-    """Whether NCCL's kernels execute the equation: any communication but that of permutes."""
-    if equation.primitive.name in ("axis_index", "ppermute"):
+    """Whether NCCL's kernels execute the equation.
+
+    They execute any communication but permutes within one process, which are copies.
+    """
+    name = equation.primitive.name
+    if name == "ppermute":
+        return jax.process_count() > 1
+    if name == "axis_index":
         return False
     return communicates(equation) and not equation.params.keys().isdisjoint(("axes", "axis_name"))
 
 
-def collective_seconds(equation: JaxprEqn, axis_sizes: Mapping[str, int], gpu: Rates) -> float:
-    """Predicted seconds of a collective alone, over NVLink; 0 over axes of one device.
+def collective_seconds(
+    equation: JaxprEqn,
+    axis_sizes: Mapping[str, int],
+    gpu: Rates,
+    between_nodes: Collection[str] = (),
+) -> float:
+    """Predicted seconds of a collective alone; 0 over axes of one device.
 
     Args:
       equation: an equation that communicates between all devices of its axes.
       axis_sizes: the sizes of mesh axes.
       gpu: rates of the devices.
+      between_nodes: the axes that cross nodes; along all others there is NVLink.
     """
     devices = math.prod(axis_sizes.get(axis, 1) for axis in axes_of(equation))
     if groups := equation.params.get("axis_index_groups"):
@@ -42,6 +55,10 @@ def collective_seconds(equation: JaxprEqn, axis_sizes: Mapping[str, int], gpu: R
     larger = equation.outvars if name.startswith("all_gather") else equation.invars
     arrays = map(type_of, larger)
     size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    crosses = not {*axes_of(equation)}.isdisjoint(between_nodes)
+    rate = gpu.network_bytes if crosses else gpu.link_bytes
+    if name == "ppermute":
+        return gpu.collective_seconds + size / rate
     sums = name.startswith(("psum", "pmax", "pmin"))
     passes = 2 if sums else 1
-    return gpu.collective_seconds + passes * size * (devices - 1) / devices / gpu.link_bytes
+    return gpu.collective_seconds + passes * size * (devices - 1) / devices / rate

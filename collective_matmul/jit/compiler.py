@@ -28,7 +28,12 @@ from collective_matmul.jit.graph_functions import (
     pure_function,
 )
 from collective_matmul.jit.peer_decision import decide_once, warn_withheld
-from collective_matmul.jit.xla_options import OVERLAP_OPTIONS, PEER_KERNEL_OPTIONS, PERMUTE_MODE
+from collective_matmul.jit.xla_options import (
+    OVERLAP_OPTIONS,
+    PEER_KERNEL_OPTIONS,
+    PERMUTE_MODE,
+    peer_kernel_options,
+)
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import (
     UNDECIDED,
@@ -197,7 +202,7 @@ class _Variant:
         return self._graph_jit(compiler_options=self._compiler_options())
 
     def _compiler_options(self) -> dict[str, Any]:
-        ours = PEER_KERNEL_OPTIONS if self.has_peer_kernels else {}
+        ours = peer_kernel_options(jax.process_count()) if self.has_peer_kernels else {}
         return _options({**ours, **self._users_options})
 
 

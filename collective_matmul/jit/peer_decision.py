@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.dispatch.recording import Decision
@@ -25,6 +26,7 @@ from collective_matmul.jaxprs.sources import described
 from collective_matmul.jaxprs.walks import all_equations
 from collective_matmul.jit.compiler_sharding import communicating_equation
 from collective_matmul.log import warn_once
+from collective_matmul.transport import transport_along
 
 #: The gain must be this many times the cost. Predicted times err by 15 %, and sites where these
 #: kernels win gain about half of their time: the true gain may be two thirds of the predicted one.
@@ -71,7 +73,7 @@ def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
     """The decision for a program that was traced while it was undecided.
 
     A collective counts if NCCL executes it, at any depth and as often as loops repeat it. Over axes
-    of one device it takes no time. Permutes stay asynchronous.
+    of one device it takes no time. Permutes within one process stay asynchronous.
 
     Args:
       program: the program, without kernels that address peers' memory.
@@ -80,7 +82,11 @@ def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
     if not any(each.peer_alternative for each in counter.decisions.values()):
         return NO_SITE
     # One name may belong to meshes of several sizes: the larger one costs more.
-    axis_sizes, gpu = dict(sorted(_axis_sizes(program))), assumed_rates()
+    meshes, gpu = _meshes(program), assumed_rates()
+    axis_sizes = dict(sorted(pair for mesh in meshes for pair in mesh.shape.items()))
+    between_nodes = {
+        name for mesh in meshes for name in mesh.shape if transport_along(mesh, name) == "network"
+    }
     withheld: list[Decision] = []
 
     def of_op(number: int) -> dict[str, float]:
@@ -94,7 +100,7 @@ def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
     def of_equation(equation: JaxprEqn) -> dict[str, float]:
         if not is_collective_kernel(equation):
             return {}
-        return {"cost": collective_seconds(equation, axis_sizes, gpu)}
+        return {"cost": collective_seconds(equation, axis_sizes, gpu, between_nodes)}
 
     seconds: Mapping[str, float] = totals(program, of_op, of_equation, _most)
     if not withheld:
@@ -138,19 +144,25 @@ def _most(branches: Iterable[Counter]) -> Counter:
 def _overlapped_seconds(decision: Decision) -> float:
     """Seconds of a request's collectives that XLA may have overlapped with something.
 
-    Other backends communicate by permutes.
+    Other backends communicate by permutes, which across processes are NCCL's kernels too. What they
+    hide is all that they were chosen for.
     """
     request = decision.site
-    if decision.implementation != REFERENCE or not request.communicates:
+    if not request.communicates:
         return 0.0
-    return request.overlapped_seconds
+    if decision.implementation == REFERENCE:
+        return request.overlapped_seconds
+    return request.communication_seconds if jax.process_count() > 1 else 0.0
 
 
-def _axis_sizes(jaxpr: Jaxpr) -> Iterable[tuple[str, int]]:
-    """Names and sizes of the axes of all meshes in a program."""
-    for equation in all_equations(jaxpr):
-        if equation.primitive.name == "shard_map":
-            yield from equation.params["mesh"].shape.items()
+def _meshes(jaxpr: Jaxpr) -> list[Any]:
+    """All meshes in a program, each once."""
+    found = (
+        equation.params["mesh"]
+        for equation in all_equations(jaxpr)
+        if equation.primitive.name == "shard_map"
+    )
+    return list(dict.fromkeys(found))
 
 
 def _work_of_the_compiler(program: Jaxpr, axis_sizes: Mapping[str, int]) -> str | None:

@@ -21,12 +21,14 @@ OVERLAP_OPTIONS = MappingProxyType(
     }
 )
 
+_SYNCHRONOUS = "xla_gpu_disable_async_collectives"
+
 #: Options without which kernels that address peers' memory are not safe: see
 #: `collective_matmul.peer_access.peer_kernels_disallowed_reason`.
 PEER_KERNEL_OPTIONS = MappingProxyType(
     {
         # Collectives that NCCL's kernels execute wait for ours, and ours for them.
-        "xla_gpu_disable_async_collectives": (
+        _SYNCHRONOUS: (
             "ALLREDUCE,ALLGATHER,REDUCESCATTER,COLLECTIVEBROADCAST,ALLTOALL,RAGGEDALLTOALL"
         ),
         # Kernels that address peers share one workspace: no CUDA graph may launch two of them at
@@ -34,3 +36,15 @@ PEER_KERNEL_OPTIONS = MappingProxyType(
         "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE",
     }
 )
+
+
+def peer_kernel_options(processes: int) -> dict[str, str]:
+    """Returns `PEER_KERNEL_OPTIONS` for programs of this many processes.
+
+    Within one process permutes are copies, which hold no multiprocessor. Across processes NCCL's
+    kernels execute them too.
+    """
+    options = dict(PEER_KERNEL_OPTIONS)
+    if processes > 1:
+        options[_SYNCHRONOUS] += ",COLLECTIVEPERMUTE"
+    return options

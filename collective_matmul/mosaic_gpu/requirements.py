@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from collective_matmul._compat import partly_automatic
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.peers import shared_memory
+from collective_matmul.transport import Transport, node_of
 
 #: An array, or its shape and dtype.
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -38,17 +39,34 @@ def unsupported_reason(devices: int, *arrays: Array) -> str | None:
     return None
 
 
-def workspaces_reason() -> str | None:
+def workspaces_reason(transport: Transport) -> str | None:
     """Returns why devices cannot have symmetric workspaces; None if they can.
 
     With several processes this is found out once, by all of them together: ask last.
+
+    Args:
+      transport: between the devices along the axis, see `collective_matmul.transport`.
     """
-    return _of_several_processes(shared_memory.unshared_reason)
+    return _node_reason(transport) or _of_several_processes(shared_memory.unshared_reason)
 
 
-def peer_arrays_reason() -> str | None:
+def peer_arrays_reason(transport: Transport) -> str | None:
     """Returns why kernels cannot store to arrays of peers; None if they can. Ask last, likewise."""
-    return workspaces_reason() or _of_several_processes(shared_memory.unshared_pools_reason)
+    reason = workspaces_reason(transport)
+    return reason or _of_several_processes(shared_memory.unshared_pools_reason)
+
+
+def _node_reason(transport: Transport) -> str | None:
+    """Returns that devices along the axis may be on several nodes; None if they are not."""
+    if transport == "network":
+        return "the axis crosses nodes: these kernels address memory of GPUs on one node"
+    mesh, nodes = jax.sharding.get_abstract_mesh(), set(map(node_of, jax.devices()))
+    if len(nodes) > 1 and not mesh.empty and mesh.size != jax.device_count():
+        return (
+            f"a mesh of {mesh.size} of {jax.device_count()} devices on {len(nodes)} nodes: which of"
+            " them share a node is known of all devices only, and these kernels need it"
+        )
+    return None
 
 
 def _of_several_processes(find_reason: Callable[[], str | None]) -> str | None:

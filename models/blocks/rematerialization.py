@@ -15,7 +15,7 @@ from collective_matmul import (
 )
 from models.layers import plain
 
-Remat = Literal["none", "dots", "attention", "full"]
+Remat = Literal["none", "dots", "projections", "attention", "full"]
 
 #: The names of what the backward finds again, besides scales. Attention is dear to repeat, and for
 #: long sequences ever more so, while its results are as small as a block's input.
@@ -31,14 +31,30 @@ _SAVED: dict[Remat, tuple[str, ...]] = {
 }
 
 
-def recomputes_matmuls(remat: Remat) -> bool:
-    """Whether the backward of a block repeats its matmuls."""
+def recomputes_projections(remat: Remat) -> bool:
+    """Whether the backward of a block repeats the matmuls beside its attention."""
     return remat in ("attention", "full")
 
 
+def recomputes_feed_forward(remat: Remat) -> bool:
+    """Whether the backward of a block repeats the matmuls of its feed-forward."""
+    return remat == "projections" or recomputes_projections(remat)
+
+
+def rematerialize_halves(
+    attention: Callable, feed_forward: Callable, remat: Remat
+) -> tuple[Callable, Callable]:
+    """The halves of a block, each with what `remat` recomputes of it alone: with "projections" the
+    first keeps the results of its matmuls, and the second nothing but what enters it."""
+    if remat != "projections":
+        return attention, feed_forward
+    return rematerialize(attention, "dots"), rematerialize(feed_forward, "full")
+
+
 def rematerialize(fun: Callable, remat: Remat) -> Callable:
-    """A function whose backward recomputes what `remat` says, as in `Llama`."""
-    if remat == "none":
+    """A block, or a half of one, whose backward recomputes what `remat` says, as in `Llama`;
+    "projections" is left to `rematerialize_halves`."""
+    if remat in ("none", "projections"):
         return fun
     saved = SCALE_CHECKPOINT_NAME, *_SAVED[remat]
     policy = jax.checkpoint_policies.save_only_these_names(*saved)

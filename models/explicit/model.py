@@ -136,7 +136,7 @@ def _apply_blocks(
 ) -> jax.Array:
     """[B, S, features] -> the same shape, by all blocks."""
     block = _block(model, config)
-    if model.remat == "none" and _gathers(model):
+    if model.remat in ("none", "projections") and _gathers(model):
         # Else whole weights would be kept for the backward. XLA does not merge gathers, and may
         # fuse again what is cheap.
         options: Any = dict(policy=_is_not_gathered, prevent_cse=False)
@@ -177,7 +177,7 @@ def _block(model: Llama, config: LlamaConfig) -> ApplyBlock:
         del key
         own: Any = nnx.merge(graph, jax.tree.map(gathered, weights, is_leaf=_is_gathered))
         own.attention.window = config.window_of(kind)
-        return own(x, documents)[0]
+        return own(x, documents, model.remat)[0]
 
     return apply
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from collective_matmul import Quantized
+from models.blocks.barriers import tied
 from models.parameters.use import Tree, arrays_of, as_varying
 
 #: Maps weights, the input of the head [B, c, features] and targets [B, C] to losses [B, C].
@@ -97,7 +98,10 @@ def _chunks(
 def _forward(
     fun: ChunkLoss, arrays: Tree, weights: Tree, x: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, tuple]:
-    return _chunks(fun, arrays, weights, x, targets), (arrays, weights, x, targets)
+    losses = _chunks(fun, arrays, weights, x, targets)
+    # Else XLA may compute losses after the whole backward, and keep x and the weights until then.
+    losses, x = tied(losses, x)
+    return losses, (arrays, weights, x, targets)
 
 
 def _backward(fun: ChunkLoss, kept: tuple, gradients: jax.Array) -> tuple:

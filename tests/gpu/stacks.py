@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from collective_matmul import CHECKPOINT_NAME, all_gather_matmul, matmul_reduce_scatter
 from tests.gpu.problems import Problem, Verdict, mesh_of, normal, or_xla, size
 from tests.reference import AXIS
 
@@ -39,7 +39,7 @@ class Stacks(Problem):
     name: str
     mesh_sizes: tuple[int, int]
     axes: tuple[str, ...] = (AXIS,)
-    layers: Literal["unrolled", "remat", "scan", "scan_remat"] = "unrolled"
+    layers: Literal["unrolled", "remat", "scan", "scan_remat", "scan_saved"] = "unrolled"
     batch: Literal["whole", "manual", "automatic"] = "whole"
 
     def __str__(self) -> str:
@@ -108,6 +108,9 @@ class Stacks(Problem):
     def _run(self, layer: Callable, x: jax.Array, weights: Weights) -> jax.Array:
         if self.layers.endswith("remat"):
             layer = jax.checkpoint(layer)
+        if self.layers == "scan_saved":  # The scan stacks what kernels wrote in place.
+            policy = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)
+            layer = jax.checkpoint(layer, policy=policy)
         if self.layers.startswith("scan"):
             return lax.scan(lambda x, weights: (layer(x, weights), None), x, weights)[0]
         for i in range(LAYERS):
@@ -160,6 +163,8 @@ def all_stacks() -> list[Stacks]:
         Stacks("scan", (1, 4), layers="scan"),
         Stacks("scan_remat", (1, 4), layers="scan_remat"),
         Stacks("scan_remat", (1, 2), layers="scan_remat"),
+        Stacks("scan_saved", (1, 4), layers="scan_saved"),
+        Stacks("scan_saved", (1, 2), layers="scan_saved"),
         Stacks("three_at_once", (1, 4), axes=(AXIS,) * 3),
         Stacks("three_at_once", (1, 2), axes=(AXIS,) * 3),
         Stacks("over_both_axes", (2, 2), axes=(AXIS, "data")),

@@ -18,6 +18,7 @@ import pytest
 from collective_matmul.mosaic_gpu.peers.timeout_reports import TIMEOUT_VARIABLE
 from tests import processes
 from tests.conftest import skip_without
+from tests.hopper import skip_without_hopper
 from tests.processes import ACROSS, LOCAL_DEVICES, PROCESSES
 from tests.train.faults import curve
 from tests.train.trainers import Trainers, train
@@ -42,26 +43,38 @@ def test_rings_across_processes_and_within(tmp_path: Path) -> None:
         assert len(set(warnings)) == len(warnings)
 
 
-@pytest.mark.usefixtures("_with_kernels")
-def test_peer_kernels_across_processes() -> None:
+#: Kernels that store to arrays of peers need XLA's memory to be preallocated, beside that of this
+#: process.
+OWN_POOL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
+
+
+@pytest.mark.parametrize("sees_all", [False, True])
+@pytest.mark.parametrize("part", ["exchanges", "kernels", "gradients", "choices"])
+def test_peer_kernels_across_processes(part: str, sees_all: bool) -> None:
     """Each process sees one GPU, or all of them."""
-    count = min(4, jax.device_count())
-    skip_without(2)
-    bound = [see_gpus([number]) for number in range(count)]
-    numbered = [
-        see_gpus(range(count)) | {"JAX_LOCAL_DEVICE_IDS": str(number)} for number in range(count)
-    ]
-    # Kernels that store to arrays of peers need XLA's memory to be preallocated, beside that of
-    # this process.
-    free = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
-    for environments in ([e | free for e in bound], [e | free for e in numbered]):
-        processes.run("tests.gpu.peer_processes", environments, [[str(count)]] * count)
+    if jax.default_backend() == "cpu":
+        environments = [processes.ON_THE_CPU | {"JAX_NUM_CPU_DEVICES": "1"}] * 2
+    else:
+        skip_without(2)
+        skip_without_hopper()
+        count = min(4, jax.device_count())
+        environments = [
+            (of_all(count, number) if sees_all else see_gpus([number])) | OWN_POOL
+            for number in range(count)
+        ]
+    count = len(environments)
+    processes.run("tests.gpu.peer_processes", environments, [[str(count), part]] * count)
+
+
+def of_all(count: int, number: int) -> dict[str, str]:
+    """The environment of a process that sees the GPUs of all, and has the one of its number."""
+    return see_gpus(range(count)) | {"JAX_LOCAL_DEVICE_IDS": str(number)}
 
 
 @pytest.mark.usefixtures("_with_kernels")
 def test_a_process_that_ends_lets_the_kernels_of_others_end() -> None:
     skip_without(2)
-    environments = [see_gpus([n]) | {TIMEOUT_VARIABLE: "10"} for n in range(2)]
+    environments = [see_gpus([n]) | OWN_POOL | {TIMEOUT_VARIABLE: "10"} for n in range(2)]
     processes.run("tests.gpu.peer_processes", environments, [["2", "alone"]] * 2)
 
 

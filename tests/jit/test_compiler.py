@@ -17,6 +17,7 @@ import pytest
 
 from collective_matmul import OVERLAP_OPTIONS, explain, log, overlap, overlap_jit
 from collective_matmul.jit import compiler
+from collective_matmul.jit.xla_options import PEER_KERNEL_OPTIONS
 from collective_matmul.peer_access import peer_kernels_disallowed_reason
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, Case
@@ -126,11 +127,11 @@ def test_what_was_traced_to_be_compiled_otherwise_is_traced_again() -> None:
 
 
 def test_options_of_fused_kernels(options: Callable) -> None:
-    assert options(peer_kernels=True) == {**OVERLAP_OPTIONS, **compiler.PEER_KERNEL_OPTIONS}
+    assert options(peer_kernels=True) == {**OVERLAP_OPTIONS, **PEER_KERNEL_OPTIONS}
     assert overlap_jit(jnp.sin, peer_kernels=True)(0.0) == 0  # XLA knows them.
 
 
-@pytest.mark.parametrize("option", [*compiler.PEER_KERNEL_OPTIONS, PERMUTE_MODE])
+@pytest.mark.parametrize("option", [*PEER_KERNEL_OPTIONS, PERMUTE_MODE])
 def test_no_fused_kernels_with_other_options(option: str) -> None:
     with pytest.raises(
         ValueError,
@@ -312,6 +313,19 @@ def test_with_several_processes_each_ring_has_its_own_transport(
     own_group = {"xla_gpu_collective_permute_connected_components": True}
     assert options() == {**OVERLAP_OPTIONS, **own_group}
     np.testing.assert_array_equal(overlap_jit(jnp.sin)(0.0), 0.0)  # XLA knows it.
+
+
+def test_with_several_processes_no_permute_runs_beside_kernels_that_address_peers(
+    options: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's kernels execute it there, and wait for multiprocessors that ours hold."""
+    name = "xla_gpu_disable_async_collectives"
+    assert "COLLECTIVEPERMUTE" not in options(peer_kernels=True)[name].split(",")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    synchronous = options(peer_kernels=True)[name].split(",")
+    assert {*synchronous} == {"COLLECTIVEPERMUTE", *PEER_KERNEL_OPTIONS[name].split(",")}
+    assert name not in options()
+    np.testing.assert_array_equal(overlap_jit(jnp.sin, peer_kernels=True)(0.0), 0.0)
 
 
 @pytest.mark.parametrize("fused", [False, True])

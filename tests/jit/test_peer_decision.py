@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from collective_matmul.dispatch.run_counts import PROCESS_COUNTER
 from collective_matmul.explain import Explanation
 from collective_matmul.jit.peer_decision import MARGIN, PeerKernelDecision, decide_once
 from collective_matmul.layers import ColumnParallelLinear, RowParallelLinear
+from collective_matmul.mosaic_gpu.peers import shared_memory
 from collective_matmul.peer_access import UNDECIDED, peer_kernels_allowed
 from tests.dispatch.sites import BFLOAT16, H200
 from tests.explained import arguments, blocks, flat_arguments, on, plain
@@ -132,6 +134,82 @@ def test_what_collectives_cost(collective: Callable, seconds: float) -> None:
 
     decision = decision_for(sharded(body, mesh_of(), check_vma=False), *FEW)
     assert decision.cost_seconds == pytest.approx(seconds)
+
+
+@pytest.fixture
+def _two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tells this process that there is another one, with which it shares memory."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for name in ("unshared_reason", "unshared_pools_reason"):
+        monkeypatch.setattr(shared_memory, name, lambda: None)
+
+
+@pytest.mark.usefixtures("_two_processes")
+def test_across_processes_permutes_cost_too() -> None:
+    """NCCL's kernels execute them, which may not run beside ours."""
+
+    def body(x: jax.Array, weights: Any) -> jax.Array:
+        y = jnp.full((2**18,), x[0, 0], jnp.float32)  # 1 MiB
+        y = lax.ppermute(y, AXIS, [(i, (i + 1) % 4) for i in range(4)])
+        return blocks(x, weights) + jnp.max(y).astype(x.dtype)
+
+    decision = decision_for(sharded(body, mesh_of(), check_vma=False), *FEW)
+    assert decision.cost_seconds == pytest.approx(28e-6 + 2**20 / 3.76e11)
+
+
+@pytest.mark.usefixtures("_two_processes")
+@pytest.mark.parametrize(("nodes", "rate"), [((0, 1), 5e10), ((0, 0), 3.76e11)])
+def test_a_sum_between_nodes_costs_what_the_network_takes(
+    nodes: tuple[int, int], rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An axis of data over two nodes of four devices each, or over one of eight."""
+    devices = [SimpleNamespace(id=n, process_index=n, slice_index=nodes[n // 4]) for n in range(8)]
+    kept = jax.devices()[0]
+    for each in devices:
+        each.platform, each.device_kind = kept.platform, kept.device_kind
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+
+    def body(x: jax.Array, weights: Any) -> jax.Array:
+        total = lax.psum(jnp.ones((2**24,), jnp.float32) * x[0, 0], "data")
+        return blocks(x, weights) + total[0].astype(x.dtype)
+
+    mesh = AbstractMesh((2, 4), ("data", AXIS), (AxisType.Auto,) * 2, abstract_device=H200)
+    decision = decision_for(sharded(body, mesh, check_vma=False), *FEW)
+    assert decision.cost_seconds == pytest.approx(28e-6 + 2**26 / rate)
+    assert decision.gain_seconds > 0  # Its tensor axis stays on a node.
+
+
+@pytest.mark.usefixtures("_two_processes")
+def test_across_processes_a_ring_loses_what_it_hides() -> None:
+    def body(x: jax.Array, weights: Any) -> jax.Array:
+        ring = all_gather_matmul(x, weights[0][0], AXIS, implementation="ring")
+        return blocks(x, weights) + ring[: x.shape[0], : x.shape[1]]
+
+    shapes = arguments(256, 4096, 16_384, dtype=BFLOAT16)
+    decision = decision_for(sharded(body, mesh_of(), check_vma=False), *shapes)
+    (ring,) = (
+        each
+        for each in explain(sharded(body, mesh_of(), check_vma=False))(*shapes).decisions
+        if each.implementation == "ring"
+    )
+    assert decision.cost_seconds == pytest.approx(ring.communication_seconds)
+
+
+@pytest.mark.usefixtures("_two_processes")
+@pytest.mark.parametrize("rows", [64, 512, 2048, 8192])
+def test_across_processes_kernels_are_chosen_as_within_one(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = arguments(rows, *WIDTHS, dtype=BFLOAT16)
+    across = explain(on(mesh_of()))(*shapes)
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    within = explain(on(mesh_of()))(*shapes)
+    assert backends_of(across) <= PEERS
+    # Nothing is missed by a ring that would not overlap.
+    assert not any("fallback" in each.reason for each in across.decisions)
+    if rows < 8192:  # Of 8192 rows a ring of copies is as fast.
+        assert backends_of(across) == backends_of(within)
 
 
 @pytest.mark.parametrize("repeat", ["scan", "fori_loop", "while_loop", "cond", "jit", "remat"])

@@ -99,6 +99,7 @@ def unsharded_loss_and_grads(model: LlamaConfig) -> Any:
         ((2, 4), dict(overlap="xla", remat="dots")),
         ((2, 2), dict(overlap="ring", remat="full")),
         ((1, 2), dict(overlap="ring", tied_head=True, remat="dots")),
+        ((2, 2), dict(overlap="ring", remat="projections")),
         ((1, 1), dict(overlap="auto")),
         ((2, 2), dict(overlap="rewrite", tied_head=True, remat="dots")),
     ],
@@ -205,6 +206,7 @@ def test_remat_dots_recomputes_less_than_full():
     # Seven projections of one block, traced once and called by both; attention has two more.
     assert dots("none") == dots("dots") < dots("full")
     assert dots("full") - dots("dots") >= 6
+    assert dots("projections") - dots("dots") == 2  # Gate and up.
     # The two matmuls of attention. Its backward computes their operands again.
     assert dots("full") - dots("attention") == 2
 
@@ -213,7 +215,7 @@ def test_unknown_remat_is_refused():
     from flax import nnx
 
     with pytest.raises(
-        ValueError, match=r"remat='some': expected one of none, dots, attention, full"
+        ValueError, match=r"remat='some': expected one of none, dots, projections, attention, full"
     ):
         Llama(SMALL, remat="some", rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
 

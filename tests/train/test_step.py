@@ -16,6 +16,7 @@ import pytest
 from collective_matmul import overlap, record_decisions
 from collective_matmul.schedule.schedules import make_schedule
 from tests.rewrite.programs import counts
+from tests.train.initial_weights import first_state
 from train import step as steps
 from train.checkpoint.new_state import init_state
 from train.config import presets
@@ -23,7 +24,7 @@ from train.config.checks import check
 from train.config.config import ONE_DEVICE, Config, MeshSizes, OptimizerConfig
 from train.data.dataset import open_dataset
 from train.optimizer.optimizer import make_optimizer
-from train.optimizer.state import abstract_state
+from train.optimizer.state import TrainState, abstract_state, state_on_mesh
 from train.parallel import explicit_step
 from train.parallel.batches import global_arrays
 from train.parallel.mesh import make_abstract_mesh, make_mesh
@@ -44,7 +45,7 @@ class Trainer:
     """A step, and its state on a mesh."""
 
     def __init__(self, config: Config, sizes: MeshSizes):
-        self.mesh = make_mesh(sizes)
+        self.config, self.mesh = config, make_mesh(sizes)
         self.model = ModelFunctions(config, sizes)
         self.optimizer = make_optimizer(config.optimizer, config.steps, self.model.specs)
         self.step = make_step(config, self.model, self.optimizer, self.mesh)
@@ -57,10 +58,19 @@ class Trainer:
         )
         self.restart()
 
+    @functools.cached_property
+    def state(self) -> TrainState:
+        """State that the next step begins with. A trainer that only lowers its step has none."""
+        return first_state(self.config, self.model, self.optimizer, self.mesh)
+
     def restart(self):
         """Back to the initial state and the first batch."""
-        self.state = init_state(self.model, self.optimizer, self.mesh)
+        vars(self).pop("state", None)
         self.batches = self._dataset.iterator()
+
+    def lowered(self) -> Any:
+        """The step before its compilation."""
+        return self.step.lower(state_on_mesh(self.model, self.optimizer, self.mesh), self.batch())
 
     def batch(self):
         batch = next(self.batches)
@@ -75,9 +85,14 @@ class Trainer:
         return {name: np.array([m[name] for m in history]) for name in history[0]}
 
 
-@pytest.fixture(scope="module")
-def one_device() -> dict[str, np.ndarray]:
+@functools.cache
+def curve_of_one_device() -> dict[str, np.ndarray]:
     return Trainer(dataclasses.replace(SHORT, overlap="xla"), ONE_DEVICE).run(STEPS)
+
+
+@pytest.fixture
+def one_device() -> dict[str, np.ndarray]:
+    return curve_of_one_device()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +190,7 @@ def test_the_compiled_step_has_rings_where_its_matmuls_communicate(layers):
     config = dataclasses.replace(SHORT, overlap="ring", model=model)
     trainer = Trainer(config, MESH)
     with record_decisions() as decisions:
-        lowered = trainer.step.lower(trainer.state, trainer.batch())
+        lowered = trainer.lowered()
     # On CPUs this pass removes the barriers early, and XLA merges the backward's permutes of an
     # operand with the forward's. On GPUs both stay.
     text = lowered.compile({"xla_disable_hlo_passes": "cse_barrier_expander"}).as_text()
@@ -197,7 +212,7 @@ def test_the_compiled_step_has_rings_where_its_matmuls_communicate(layers):
 
 def test_xla_has_no_permute():
     trainer = Trainer(dataclasses.replace(SHORT, overlap="xla"), MESH)
-    found = collectives(trainer.step.lower(trainer.state, trainer.batch()).compile().as_text())
+    found = collectives(trainer.lowered().compile().as_text())
     assert found["collective-permute"] == 0
     assert found["all-gather"] > 1
 
@@ -224,6 +239,7 @@ def rings(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, 0),
         ({"gradient_accumulation_steps": 2}, 0),
         ({"remat": "dots"}, 0),
+        ({"remat": "projections"}, 1),  # The gather of gate and up.
         # A block's gathers and its first scatter; nothing needs the result of the second.
         ({"remat": "full"}, 3),
     ],
@@ -239,7 +255,7 @@ def test_every_site_of_a_plain_model_is_replaced(rings, changes, recomputed):
     assert {decision.implementation for decision in decisions} == {"ring"}
     # The embedding scatters forward and gathers backward, without a matmul. To recompute everything
     # but the matmuls, the backward gathers arrays that it needs for weight gradients only.
-    alone = 2 * config.model.num_layers if config.remat == "dots" else 0
+    alone = {"dots": 2, "projections": 1}.get(config.remat, 0) * config.model.num_layers
     assert (found["all_gather"], found["reduce_scatter"]) == (1 + alone, 1)
 
 
@@ -291,7 +307,17 @@ def test_what_rewritten_models_do_not_do_is_refused(changes, message):
         check(config, ONE_DEVICE)
 
 
-def test_initial_weights_are_the_same_on_every_mesh():
-    one, many = (Trainer(SHORT, sizes).state["params"] for sizes in [ONE_DEVICE, MESH])
-    for name in one:
-        np.testing.assert_array_equal(one[name], many[name], err_msg=name)
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [(MESH, {}), (MeshSizes(1, 2, 2), {"zero": 3, "weight_gather": "matmuls", "scan_layers": 1})],
+    ids=str,
+)
+def test_initial_weights_are_the_same_on_every_mesh(sizes, changes):
+    config = dataclasses.replace(SHORT, **changes)
+    model = ModelFunctions(config, sizes)
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
+    weights = init_state(model, optimizer, make_mesh(sizes))["params"]
+    expected = Trainer(config, ONE_DEVICE).state["params"]
+    assert weights.keys() == expected.keys()
+    for name in weights:
+        np.testing.assert_array_equal(weights[name], expected[name], err_msg=name)

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from models.blocks.rematerialization import recomputes_matmuls
+from models.blocks.rematerialization import recomputes_feed_forward
 from models.config import LlamaConfig
 from train.config.config import Config, MeshSizes
 
@@ -141,7 +141,7 @@ def describe_experts(config: Config, sizes: MeshSizes, active_parameters: int) -
         f" divided over {where}; {active_parameters:,} parameters are active"
     ]
     room = f"room for all tokens at one device: {worst_case_bytes(config, sizes):,} bytes"
-    if config.recompute_expert_hidden or recomputes_matmuls(config.remat):
+    if config.recompute_expert_hidden or recomputes_feed_forward(config.remat):
         lines.append(f"hidden features of experts are computed again; else {room} in each layer")
     else:
         lines.append(f"hidden features of experts are kept, with {room} in each layer")

@@ -5,7 +5,7 @@ results of matmuls, collectives, kernels and reductions, and what these read; an
 a barrier, as all that a rematerialized function reads does. An array that is only read by fused
 operations costs nothing itself, but what it is computed from has to stay until then.
 Where that is several arrays, and several operations read it, it is stored instead of them.
-Operations run in the order of the trace, as XLA's schedules do where they save memory.
+Operations run in the order of the trace, but for those that `train.memory.postponed` moves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from collective_matmul.jaxprs import Execution, Scope, bodies_of, last_reads, peak
+from collective_matmul.jaxprs import Body, Execution, Scope, bodies_of, last_reads, peak
+from train.memory.loop_copies import copied_before, passed_on
+from train.memory.operation import Operation
+from train.memory.postponed import postponed
 
 #: Operations that XLA computes where their results are read.
 _FUSED = frozenset({
@@ -48,24 +51,6 @@ _READS_FUSED = frozenset({
 _IN_PLACE = _FUSED | {"dynamic_update_slice", "scatter", "scatter-add", "while"}
 
 
-class Operation(NamedTuple):
-    """One operation of a program without calls. Values are numbers.
-
-    Attributes:
-      name: name of the primitive.
-      operands: the values that it reads.
-      results: the values that it makes.
-      inner: the most bytes at one time inside it, as in a loop.
-      replacing: bytes of results that may be written to what it reads for the last time.
-    """
-
-    name: str
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    inner: int = 0
-    replacing: int = 0
-
-
 class Program(NamedTuple):
     """A program without calls.
 
@@ -74,12 +59,16 @@ class Program(NamedTuple):
       sizes: bytes of each value.
       results: values that exist at the end.
       uncounted: arguments, and results, which replace arguments.
+      stacked: results of a loop's body of which the loop collects one for each iteration.
+      gathered: what is gathered over devices along another dimension than the first.
     """
 
     operations: list[Operation]
     sizes: list[int]
     results: set[int]
     uncounted: set[int]
+    stacked: set[int]
+    gathered: set[int]
 
 
 class Peak(NamedTuple):
@@ -112,12 +101,20 @@ def find_peak(jaxpr: Jaxpr, first_arguments: int) -> Peak:
     return Peak(total, sum(program.sizes[v] for v in live & of_first - of_others))
 
 
-def flatten(jaxpr: Jaxpr, *, sliced: int | None = None) -> Program:
+def flatten(
+    jaxpr: Jaxpr,
+    axes: Mapping[str, int] | None = None,
+    *,
+    sliced: int | None = None,
+    carried: int = 0,
+) -> Program:
     """A jaxpr without calls, with one number for values that are the same array.
 
     Args:
       jaxpr: of a whole program, or of the body of a loop.
+      axes: the sizes of the mesh axes that are known there.
       sliced: index of the first argument that is a slice of an array outside; default: none is.
+      carried: number of first results that the next iteration of a loop reads.
     """
     flat = _Flattening()
     arguments = [flat.new(v) for v in jaxpr.invars]
@@ -125,9 +122,13 @@ def flatten(jaxpr: Jaxpr, *, sliced: int | None = None) -> Program:
         Operation("dynamic_slice", (), (v,))
         for v in arguments[len(arguments) if sliced is None else sliced :]
     ]
-    results = {v for v in flat.walk(jaxpr, arguments, {}) if v is not None}
+    made = flat.walk(jaxpr, arguments, axes or {})
+    results = {v for v in made if v is not None}
     kept = set(arguments if sliced is None else arguments[:sliced])
-    return Program(flat.operations, flat.sizes, results, kept | results)
+    continued = {v for v in made[:carried] if v is not None}
+    operations = postponed(flat.operations, continued)
+    stacked = results - continued
+    return Program(operations, flat.sizes, results, kept | results, stacked, flat.gathered)
 
 
 class _Flattening:
@@ -136,6 +137,7 @@ class _Flattening:
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.sizes: list[int] = []
+        self.gathered: set[int] = set()
 
     def new(self, variable: Var) -> int:
         """The number of a new value."""
@@ -169,8 +171,10 @@ class _Flattening:
             return self.walk(body.jaxpr, operands, inner)
         if name in _SAME or _adds_dimensions(equation) or _is_alone(equation, axes):
             return operands[: len(equation.outvars)]
+        if equation.params.get("all_gather_dimension"):
+            self.gathered.update(own)
         results = [self.new(v) for v in equation.outvars]
-        inner, replacing = _inner(equation), _replacing(equation)
+        inner, replacing = _inner(equation, axes), _replacing(equation)
         self.operations.append(Operation(name, own, tuple(results), inner, replacing))
         return results
 
@@ -222,12 +226,25 @@ def _replacing(equation: Any) -> int:
     return sum(_bytes(v.aval) for v in equation.outvars) if in_place else 0
 
 
-def _inner(equation: Any) -> int:
+def _inner(equation: Any, axes: Mapping[str, int]) -> int:
     """The most bytes inside a loop or a branch."""
     if equation.primitive.name not in ("scan", "while", "cond"):
         return 0
     bodies = (body for body in bodies_of(equation) if body.results)
-    return max((_peak(flatten(body.jaxpr, sliced=body.sliced))[0] for body in bodies), default=0)
+    return max((_inner_of(body, axes) for body in bodies), default=0)
+
+
+def _inner_of(body: Body, axes: Mapping[str, int]) -> int:
+    """The most bytes inside a branch, or an iteration of a loop, and what XLA adds to a loop."""
+    program = flatten(body.jaxpr, axes, sliced=body.sliced, carried=len(body.carried))
+    most = _peak(program)[0]
+    if not body.carried:
+        return most
+    shared = len(body.jaxpr.invars) if body.sliced is None else body.sliced
+    constants = set(range(shared)) - {operand for _, operand in body.carried}
+    added = copied_before(program.operations, program.gathered, constants)
+    added |= passed_on(program.operations, program.stacked, _FUSED)
+    return most + sum(program.sizes[v] for v in added)
 
 
 def _peak(program: Program) -> tuple[int, set[int]]:

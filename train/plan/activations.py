@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.blocks.rematerialization import recomputes_matmuls
+from models.blocks.rematerialization import recomputes_feed_forward
 from train.config.experts import expert_devices
 from train.plan.shapes import Shapes
 
@@ -47,13 +47,17 @@ def block_activations(shapes: Shapes) -> Activations:
         temporary += 4 * expert_devices(config, shapes.sizes) * stream
     if config.remat == "none":
         return Activations(everything, 0, temporary)
-    if recomputes_matmuls(config.remat) and config.scan_layers:
-        # Measured: a loop that repeats the forward in its backward holds as many more at once.
-        temporary += 4 * hidden
+    if recomputes_feed_forward(config.remat) and not config.scan_layers:
+        # Weight gradients of a block are complete when the backward of the next one is: hidden
+        # features and their gradients stay, and what is gathered and scattered around them.
+        temporary += 4 * hidden + 3 * rows * model.features * width
     if config.remat == "full":
         return Activations(stream, everything, temporary)
     if config.remat == "attention":
         return Activations(stream + attended, everything - attended, temporary)
+    if config.remat == "projections":
+        results = 2 * stream + projected + attended
+        return Activations(results, everything - results, temporary)
     results = 2 * stream + projected + attended + 2 * hidden + experts
     return Activations(results, everything - results, temporary)
 
@@ -61,7 +65,7 @@ def block_activations(shapes: Shapes) -> Activations:
 def _experts(shapes: Shapes, width: int) -> float:
     """Bytes of gate and up of a block's experts, of all pairs that may come to a device."""
     config = shapes.config
-    if config.recompute_expert_hidden or recomputes_matmuls(config.remat):
+    if config.recompute_expert_hidden or recomputes_feed_forward(config.remat):
         return 0.0
     devices = expert_devices(config, shapes.sizes)
     return 2 * shapes.expert_pairs * devices * shapes.expert_hidden * width

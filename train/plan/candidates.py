@@ -18,12 +18,11 @@ from models.blocks.rematerialization import Remat
 from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes, Zero
 from train.config.presets import PRESETS
+from train.memory.device_memory import MARGIN, usable
 from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.memory_estimate import MemoryEstimate, predict_memory
 from train.plan.step_time import NETWORK_BYTES, Prediction, predict
 
-#: The share of a GPU's bytes that stays free: estimates may be this much too low.
-MARGIN = 0.05
 #: Fewer tokens of a sequence on a device are not worth a context axis.
 _LEAST_TOKENS_OF_CONTEXT = 4096
 
@@ -49,7 +48,7 @@ class Machine:
     @property
     def limit(self) -> int:
         """Bytes that an estimate may have."""
-        return int(self.memory * (1 - MARGIN))
+        return usable(self.memory)
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ def _too_large(
     config: Config, sizes: MeshSizes, memory: MemoryEstimate, machine: Machine
 ) -> tuple[str, str]:
     """Why a configuration does not fit into memory, in short and with numbers."""
-    limit = f"{machine.memory / 1e9:.0f} GB less {MARGIN:.0%}"
+    limit = f"{machine.memory / 1e9:.0f} GB less {MARGIN:.1%}"
     if memory.state > machine.limit:
         text = f"parameters and optimizer state alone take {memory.state / 1e9:,.0f} GB of {limit}"
         return "state does not fit", f"{sizes}, zero {config.zero}: {text}"

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.blocks.rematerialization import recomputes_matmuls
 from train.config.experts import expert_axes, expert_devices
 from train.plan.computation import Computation
 from train.plan.rates import DeviceRates
@@ -85,14 +84,15 @@ class Communication:
         devices = shapes.sizes.tensor
         if devices == 1:
             return 0.0
-        passes = 2 if recomputes_matmuls(shapes.config.remat) else 1
         block = 0.0
         for linear in shapes.block:
             forward = self._collective_matmul(linear, computation.forward_matmul(linear), 1)
             # The gradient of what gathers scatters its own, and gathers x again.
             arrays = 2 if linear.gathers else 1
             gradient = computation.data_gradient(linear)
-            block += passes * forward + self._collective_matmul(linear, gradient, arrays)
+            block += forward + self._collective_matmul(linear, gradient, arrays)
+        for linear in computation.repeated:
+            block += self._collective_matmul(linear, computation.forward_matmul(linear), 1)
         head = self._collective_matmul(shapes.head, computation.forward_matmul(shapes.head), 1)
         # Embeddings are scattered, their gradients gathered; nothing hides them.
         width = computation.width
@@ -161,9 +161,10 @@ class Communication:
         times = shapes.microbatches
         if gathers_in_matmuls(self.shapes) and not group.in_8_bits:
             # Matmuls that are recomputed gather once more.
-            again = (group.forward,) if recomputes_matmuls(shapes.config.remat) else ()
-            passes = (group.forward, group.backward, *again)
-            return times * sum(self._ring(group, seconds) for seconds in passes)
+            repeated = sum(linear.weights for linear in self.computation.repeated)
+            again = repeated / shapes.block_weights * self._ring(group, group.forward)
+            passes = (group.forward, group.backward)
+            return times * (sum(self._ring(group, seconds) for seconds in passes) + again)
         travels = sent * (1 if group.in_8_bits else self.computation.width) / bandwidth
         delays = sum(self._beside(travels, under) for under in (group.forward, group.backward))
         launches = 2 * shapes.model.num_layers * self.rates.collective_seconds

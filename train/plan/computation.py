@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.blocks.rematerialization import recomputes_matmuls
+from models.blocks.rematerialization import (
+    recomputes_feed_forward,
+    recomputes_projections,
+)
 from train.config.experts import balance_weight
 from train.config.optimizers import OPTIMIZERS
 from train.plan.activations import block_activations
@@ -93,11 +96,15 @@ class Computation:
         """Seconds of the matmuls of its backward, and of those that it repeats."""
         block = self.shapes.block
         seconds = sum(self.data_gradient(each) + self.weight_gradient(each) for each in block)
-        if recomputes_matmuls(self.shapes.config.remat):
-            # No gradient needs the result of the last one.
-            needed = block[:-1] if self.shapes.hidden else block
-            seconds += sum(self.forward_matmul(linear) for linear in needed)
-        return seconds
+        return seconds + sum(self.forward_matmul(linear) for linear in self.repeated)
+
+    @functools.cached_property
+    def repeated(self) -> tuple[Linear, ...]:
+        """The layers of a block whose matmuls the backward repeats."""
+        remat, block = self.shapes.config.remat, self.shapes.block
+        # No gradient needs the result of the last one.
+        feed_forward = block[2:-1] if recomputes_feed_forward(remat) else ()
+        return (*(block[:2] if recomputes_projections(remat) else ()), *feed_forward)
 
     @functools.cached_property
     def head(self) -> float:
@@ -150,7 +157,7 @@ class Computation:
     def experts_backward(self) -> float:
         """Seconds of their gradients, and of what is repeated."""
         config = self.shapes.config
-        again = recomputes_matmuls(config.remat) or config.recompute_expert_hidden
+        again = recomputes_feed_forward(config.remat) or config.recompute_expert_hidden
         seconds = self.experts_forward * (2 + 2 / 3 * again)
         if self.shapes.microbatches > 1 and balance_weight(config):
             seconds += self.experts_forward  # Statistics of all microbatches come first.

@@ -1,7 +1,7 @@
 """Predicted bytes of a run on a device, by arithmetic on shapes.
 
 A step needs most of its memory either when its backward begins, with the activations of all blocks
-and the logits, or when it ends, with all gradients, or in between with one block of each kind. The
+and the logits, or when it ends, with all gradients, or in between, with what blocks compute. The
 trainer's dry run traces the step instead, which is exact and takes seconds:
 `train.memory.step_memory`.
 """
@@ -78,7 +78,9 @@ class _Step:
         moments = optimizer.moments * parameters
         if optimizer.orthogonalizes:  # One for matrices of blocks.
             moments -= parameters - 4 * shapes.vocabulary_weights / shapes.weight_shards
-        most = max((self.head(), self.first_block(), self.end()), key=sum)
+        layers = shapes.model.num_layers
+        blocks = (self.block_after(done) for done in {min(1, layers - 1), layers - 1})
+        most = max((self.head(), *blocks, self.end()), key=sum)
         return MemoryEstimate(parameters, moments, *most)
 
     @property
@@ -162,6 +164,16 @@ class _Step:
             dense = max(linear.weights for linear in shapes.block) / 2
         return self.width * (dense + shapes.expert_weights)
 
+    @property
+    def loop(self) -> float:
+        """Bytes that XLA adds to a loop which gathers the weights of blocks: a copy of those
+        shards that are not of the first dimension, and float32 gradients of a block, whole."""
+        shapes = self.shapes
+        if shapes.zero < 3 or not shapes.config.scan_layers or gathers_in_matmuls(shapes):
+            return 0.0
+        rows = sum(linear.weights for linear in shapes.block if not linear.gathers)
+        return 4 * (shapes.model.num_layers * rows / shapes.weight_shards + shapes.block_weights)
+
     def head(self) -> _Moment:
         """The backward of the head: all activations are there."""
         shapes, width = self.shapes, self.width
@@ -178,24 +190,30 @@ class _Step:
         if shapes.config.scan_layers:  # The gradients of all blocks are one array.
             gradients += self.gradients * (1 - shapes.vocabulary_weights / self.all_weights)
             if shapes.zero == 3:  # The head's are sharded before the loop.
-                weights, own = self.weights, 2 * table / shapes.weight_shards
+                weights, own = self.weights + self.loop, 2 * table / shapes.weight_shards
         if shapes.loss_is_in_chunks:  # Gradients of all tokens are collected.
             saved += self.stream
         # XLA does not write the gradient of the logits in their place, but has them both.
         return _Moment(weights, gradients, saved, logits + max(logits, own))
 
-    def first_block(self) -> _Moment:
-        """The backward of the first block, the last one to run: most gradients are there."""
+    def block_after(self, done: int) -> _Moment:
+        """The backward of a block, after that of `done` blocks. A loop has the arrays of all."""
         shapes, activations = self.shapes, block_activations(self.shapes)
-        layers = shapes.model.num_layers
-        rest = self.gradients * (1 - self.table / self.all_weights) * (1 - 1 / layers)
+        layers, is_loop = shapes.model.num_layers, bool(shapes.config.scan_layers)
+        left, gone = (layers, layers) if is_loop else (layers - done, done)
+        head = 0.0 if shapes.model.tied_head else self.table
+        blocks = (self.all_weights - shapes.vocabulary_weights) * gone / layers
+        rest = self.gradients * (blocks + head) / self.all_weights
+        if shapes.zero == 2:  # XLA scatters the head's only at the end.
+            rest += 4 * head * (1 - 1 / shapes.weight_shards)
         # Gradients of experts that are not sharded further are float32 at once.
         is_gathered = shapes.expert_shards > 1
         own = self.width * shapes.block_weights
         own += (self.width if is_gathered else 4) * shapes.expert_weights
-        weights = self.weights if self.accumulates else self.weights / layers
-        used = activations.saved + activations.recomputed + activations.temporary
-        return _Moment(weights + self.block, self.sums + rest + own, used + 4 * self.stream)
+        weights = self.weights if self.accumulates or is_loop else self.weights * left / layers
+        used = activations.saved * left + activations.recomputed + activations.temporary
+        weights += self.block + self.loop
+        return _Moment(weights, self.sums + rest + own, used + 4 * self.stream)
 
     def end(self) -> _Moment:
         """The end of the backward: all gradients are there."""

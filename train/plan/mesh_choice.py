@@ -8,9 +8,8 @@ from contextlib import suppress
 from train.config.checks import check
 from train.config.config import Config, MeshSizes
 from train.config.defaults import saved_configuration
-from train.memory.device_memory import GPUS
+from train.memory.device_memory import GPUS, usable
 from train.parallel.mesh import mesh_sizes
-from train.plan.candidates import MARGIN
 from train.plan.memory_estimate import predict_memory
 from train.plan.step_time import predict, unpredicted_reason
 
@@ -64,7 +63,7 @@ def _seconds(config: Config, sizes: MeshSizes, device_kind: str) -> float | None
     config = dataclasses.replace(config, model=config.model.padded_for(sizes.tensor))
     check(config, sizes)
     [memory] = (g.memory for g in GPUS.values() if g.device.device_kind == device_kind)
-    if predict_memory(config, sizes).total > memory * (1 - MARGIN):
+    if predict_memory(config, sizes).total > usable(memory):
         return None
     return predict(config, sizes, device_kind, network_bytes=config.network_bytes).time.total
 

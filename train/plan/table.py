@@ -11,10 +11,9 @@ from rich.console import Console
 
 from train.config.checks import check_planned_machine
 from train.config.config import Config, MeshConfig, MeshSizes
-from train.memory.device_memory import GPUS, memory_limit
+from train.memory.device_memory import GPUS, MARGIN, memory_limit
 from train.parallel.mesh import make_abstract_mesh
 from train.plan.candidates import (
-    MARGIN,
     Candidate,
     Machine,
     Plan,
@@ -160,7 +159,7 @@ def _conclusion(plan: Plan, machine: Machine) -> list[str]:
     if refused or plan.candidates:
         lines.append(
             f"{refused:,} configurations do not fit into {machine.memory / 1e9:.0f} GB, of which"
-            f" {MARGIN:.0%} stay free, or are not possible{':' if refused else ''}"
+            f" {MARGIN:.1%} stay free, or are not possible{':' if refused else ''}"
         )
         lines += [
             f"  {count:,} × {reason}, such as {plan.examples[reason]}"

@@ -24,7 +24,7 @@ from train.config.context import describe_context
 from train.config.defaults import describe_defaults, implied, with_values
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
-from train.config.model_folder import model_name, with_model_of
+from train.config.model_folder import model_folder, model_name, with_model_of
 from train.config.presets import PRESETS
 from train.config.renamed import current_arguments
 from train.log.metrics import Record
@@ -219,6 +219,8 @@ def conclude(
         "--distributed.",
     )  # fmt: skip
     compare = [_interpreter(), "-m", "train.compare", *shared, "--steps", str(config.steps)]
+    if config.resume and config.init_from is None and model_folder(config) is not None:
+        compare += ["--init-from", str(config.checkpoint_dir)]  # It says what the model is.
     if config.config is not None:  # The file may name some.
         compare += ["--checkpoint-dir", "None", "--log-file", "None", "--no-resume"]
         compare += ["--tensorboard", "None", "--no-wandb"]

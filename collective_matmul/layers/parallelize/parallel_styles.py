@@ -102,17 +102,23 @@ class Shared:
       *names: the names of the layers in the module that the pattern matches: at least two.
       gather_dimension: as for `Column`.
       fp8: as for `Column`.
+      copies: as for `Column`, by the names of layers whose `copies` is not 1.
 
     Raises:
-      ValueError: unless there are at least two names, all different.
+      ValueError: unless there are at least two names, all different, and `copies` has no others.
     """
 
     names: tuple[str, ...]
     gather_dimension: int | None = -2
     fp8: RecipeName | None = None
+    copies: tuple[tuple[str, int], ...] = ()
 
     def __init__(
-        self, *names: str, gather_dimension: int | None = -2, fp8: RecipeName | None = None
+        self,
+        *names: str,
+        gather_dimension: int | None = -2,
+        fp8: RecipeName | None = None,
+        copies: Mapping[str, int] | None = None,
     ):
         if len(names) < 2 or len({*names}) < len(names):
             raise ValueError(
@@ -120,11 +126,20 @@ class Shared:
             )
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "gather_dimension", gather_dimension)
+        if unknown := {*(copies or {})} - {*names}:
+            raise ValueError(
+                f"copies={copies}: expected names among {names}, not {', '.join(sorted(unknown))}"
+            )
         object.__setattr__(self, "fp8", checks.fp8(fp8))
+        object.__setattr__(self, "copies", tuple((copies or {}).items()))
 
     def layers(self) -> dict[str, Column]:
         """The style of each layer, by name."""
-        return dict.fromkeys(self.names, Column(self.gather_dimension, self.fp8))
+        copies = dict(self.copies)
+        return {
+            name: Column(self.gather_dimension, self.fp8, copies.get(name, 1))
+            for name in self.names
+        }
 
     def paths(self, module: str) -> list[str]:
         """The paths of the layers, from that of the module."""

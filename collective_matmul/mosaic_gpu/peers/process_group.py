@@ -7,7 +7,8 @@ of them when it has ended in all, so one that fails ends all of them with the sa
 2. *send*: send a file descriptor of each to every other process;
 3. *map*: import what has been received, and do with it what the caller wants.
 
-What they tell each other goes through the key-value store of `jax.distributed`.
+What they tell each other goes through the key-value store of `jax.distributed`. If there are
+several nodes, each of them does all of that by itself (`on_all_nodes`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import jax
 from collective_matmul._compat import key_value_store
 from collective_matmul.mosaic_gpu.peers import virtual_memory
 from collective_matmul.mosaic_gpu.peers.timeout_reports import TIMEOUT_VARIABLE, timeout_seconds
+from collective_matmul.transport import node_of
 
 # A name that begins so belongs to no file, and vanishes with its socket.
 _ABSTRACT = "\0"
@@ -34,6 +36,7 @@ _TOKEN_BYTES = 16
 # More than the devices of any node.
 _MOST_DESCRIPTORS = 64
 _FOR_EVER_SECONDS = 7 * 24 * 3600.0
+_NOT_CONNECTED = "the processes were not connected by jax.distributed.initialize"
 
 
 class SharingError(RuntimeError):
@@ -68,6 +71,59 @@ def agreed(key: str, proposal: str) -> str:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         store.key_value_set(_key(key), proposal)
     return store.blocking_key_value_get(_key(key), 10_000)
+
+
+def on_all_nodes(
+    name: str, devices: Sequence[Any], act: Callable[[str, Sequence[Any]], Mapping[str, int]]
+) -> dict[str, int]:
+    """Acts on each node by itself, with the processes of that node alone.
+
+    Every process of the devices calls this, with the same arguments and in the same order.
+
+    Args:
+      name: of the act, the same in all processes; can be used once.
+      devices: the devices, of one node or of several.
+      act: gets a name and the devices of this node; returns integers by keys that other nodes do
+        not have, the same in all processes of the node.
+
+    Returns:
+      What the acts of all nodes have returned.
+
+    Raises:
+      SharingError: if one of the nodes fails or does not come in time.
+    """
+    process = jax.process_index()
+    here = next(node_of(each) for each in devices if each.process_index == process)
+    mine = [each for each in devices if node_of(each) == here]
+    if len(mine) == len(devices):
+        return dict(act(name, mine))
+    try:
+        answer = json.dumps({"found": dict(act(f"{name}/{here}", mine))})
+    except SharingError as error:
+        answer = json.dumps({"error": str(error)})
+    agreed(f"{name}/nodes/{here}", answer)
+    found: dict[str, int] = {}
+    for node in sorted(set(map(node_of, devices))):
+        told = json.loads(_told_by_node(f"{name}/nodes/{node}", node))
+        if "error" in told:
+            raise SharingError(f"node {node}: {told['error']}")
+        found |= told["found"]
+    return found
+
+
+def _told_by_node(key: str, node: int) -> str:
+    """Returns what the processes of a node have told, when one of them has."""
+    store: Store | None = key_value_store()
+    seconds = timeout_seconds() or _FOR_EVER_SECONDS
+    if store is None:
+        raise SharingError(_NOT_CONNECTED)
+    try:
+        return store.blocking_key_value_get(_key(key), int(seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        raise SharingError(
+            f"no process of node {node} has come to the same place of the program within"
+            f" {seconds:g} s. {TIMEOUT_VARIABLE} sets the seconds"
+        ) from error
 
 
 class ProcessGroup:
@@ -152,7 +208,7 @@ class ProcessGroup:
         """
         store: Store | None = key_value_store()
         if store is None:
-            raise SharingError("the processes were not connected by jax.distributed.initialize")
+            raise SharingError(_NOT_CONNECTED)
         try:
             answer = {"told": act()}
         except (OSError, RuntimeError) as error:

@@ -1,4 +1,6 @@
-"""Memory of all GPUs of a node that the processes of a program share, each with GPUs of its own.
+"""Memory of GPUs that the processes of a node share, each with GPUs of its own.
+
+In a program of several nodes, each node shares by itself. All processes know all addresses.
 
 There are two kinds:
 
@@ -27,10 +29,15 @@ import jax
 import numpy as np
 
 from collective_matmul.mosaic_gpu.peers import virtual_memory
-from collective_matmul.mosaic_gpu.peers.process_group import ProcessGroup, SharingError, agreed
+from collective_matmul.mosaic_gpu.peers.process_group import (
+    ProcessGroup,
+    SharingError,
+    agreed,
+    on_all_nodes,
+)
 
-# Where pools are mapped. Linux and the driver put nothing there by themselves. Addresses have 47
-# bits: there is room for 64 pools.
+# Where the pools of a node are mapped. Linux and the driver put nothing there by themselves.
+# Addresses have 47 bits: there is room for 64 pools.
 _FIRST_POOL, _BETWEEN_POOLS = 0x2000_0000_0000, 1 << 40
 
 
@@ -51,6 +58,51 @@ class SharedMemory:
     def address(self, device: Any, process: int) -> int:
         """Returns the address of a device's memory for the devices of a process."""
         return self.bases[process] + self.devices.index(device) * self.mapped.size
+
+
+@dataclass(frozen=True)
+class SharedOnNodes:
+    """Memory on devices of several nodes, of which the processes of each node have mapped theirs.
+
+    Attributes:
+      addresses: see `address`, by "process/device".
+      mapped: what is mapped here is kept with it.
+    """
+
+    addresses: Mapping[str, int]
+    mapped: Sequence[SharedMemory]
+
+    def address(self, device: Any, process: int) -> int:
+        """Returns the address of a device's memory for the devices of a process of its node.
+
+        Raises:
+          SharingError: if they are on different nodes.
+        """
+        key = f"{process}/{device.id}"
+        if key not in self.addresses:
+            raise SharingError(
+                f"{device} is on another node than process {process}, and kernels that address"
+                " peers' memory need all devices along a mesh axis on one node: order the mesh's"
+                " devices so, or compile with peer_kernels=False"
+            )
+        return self.addresses[key]
+
+
+def share_on_nodes(
+    name: str, devices: Sequence[Any], size: int, content: Callable[[Any], bytes]
+) -> SharedOnNodes:
+    """Allocates memory on each device, which the devices of its node may access: see `share`."""
+    here: list[SharedMemory] = []
+
+    def act(name: str, devices: Sequence[Any]) -> dict[str, int]:
+        here.append(shared := share(name, devices, size, content))
+        return {
+            f"{process}/{device.id}": shared.address(device, process)
+            for process in shared.bases
+            for device in shared.devices
+        }
+
+    return SharedOnNodes(on_all_nodes(name, devices, act), here)
 
 
 def share(
@@ -189,27 +241,38 @@ def _pool_bytes(device: Any) -> int:
 
 
 _lock = threading.Lock()
-# The answers of `unshared_reason` and `unshared_pools_reason`, once they are known; and the pools.
+# The answers of `unshared_reason` and `unshared_pools_reason`, once they are known; the pools of
+# this node; and what is added to addresses in those of all nodes, by the id of the device.
 _unshared: dict[str, str | None] = {}
 _pools: list[Pools] = []
+_translations: dict[str, int] = {}
 
 
 def unshared_reason() -> str | None:
-    """Returns why the processes of this program cannot share memory; None if they can.
+    """Returns why the processes of a node cannot share memory; None if those of all nodes can.
 
     The first call shares a little memory to find out. It waits until every process has called it.
     All of them return the same, also if one of them was late: the first to know decides.
     """
 
-    def trial() -> None:
-        share("memory/trial", jax.devices(), 1, lambda device: b"\0").mapped.unmap()
+    def trial(name: str, devices: Sequence[Any]) -> dict[str, int]:
+        share(name, devices, 1, lambda device: b"\0").mapped.unmap()
+        return {}
 
-    return _found_once("memory", trial)
+    return _found_once("memory", lambda: on_all_nodes("memory/trial", jax.devices(), trial))
 
 
 def unshared_pools_reason() -> str | None:
     """Returns why they cannot map each other's pools; None if they have mapped them. Likewise."""
-    return _found_once("pools", lambda: _pools.append(share_pools("pools", jax.devices())))
+
+    def map_pools(name: str, devices: Sequence[Any]) -> dict[str, int]:
+        _pools.append(share_pools(name, devices))
+        return {str(device): added for device, added in _pools[-1].translations.items()}
+
+    def attempt() -> None:
+        _translations.update(on_all_nodes("pools", jax.devices(), map_pools))
+
+    return _found_once("pools", attempt)
 
 
 def pool_translation(device: Any) -> int:
@@ -220,12 +283,12 @@ def pool_translation(device: Any) -> int:
     """
     if reason := unshared_pools_reason():
         raise SharingError(reason)
-    if not _pools:
+    if not _translations:
         raise SharingError("this process was too late to map the memory of the others")
-    return _pools[0].translations[device.id]
+    return _translations[str(device.id)]
 
 
-def _found_once(what: str, attempt: Callable[[], None]) -> str | None:
+def _found_once(what: str, attempt: Callable[[], Any]) -> str | None:
     """Returns why an attempt fails, in any process; None if it succeeds."""
     with _lock:
         if what not in _unshared:

@@ -181,7 +181,7 @@ def _allocate(devices: tuple[Any, ...], shape: tuple[int, ...], axis: int) -> Wo
             size = workspace_bytes(shape[axis])
             if len({device.process_index for device in devices}) > 1:
                 name = _shared_name(devices, shape, axis)
-                made = shared_memory.share(
+                made = shared_memory.share_on_nodes(
                     name,
                     devices,
                     size,

@@ -64,8 +64,9 @@ def expected(name: str) -> list[list[int]]:
     return [s[len(p) :] for s, p in zip(sequences, PROMPTS, strict=True)]
 
 
-# Each model on 4 devices, and on fewer those whose programs other tests of this file use.
-ON_FEWER = [("padded", 1), ("window", 2)]
+# Models whose programs other tests of this file use, one whose heads of keys are on several
+# devices, and the one with most peculiarities. test_reading.py, of files, decodes all families.
+BY_DEFAULT = [("padded", 1), ("padded", 4), ("window", 2), ("few heads of keys", 4), ("gpt-oss", 4)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ ON_FEWER = [("padded", 1), ("window", 2)]
         pytest.param(
             name,
             devices,
-            marks=() if devices == 4 or (name, devices) in ON_FEWER else pytest.mark.exhaustive,
+            marks=() if (name, devices) in BY_DEFAULT else pytest.mark.exhaustive,
         )
         for name in MODELS
         for devices in (1, 2, 4)

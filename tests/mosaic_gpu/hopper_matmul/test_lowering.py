@@ -187,7 +187,11 @@ def test_vmap(op: str, in_axes: tuple[int | None, int | None], mesh: Mesh) -> No
 @pytest.mark.parametrize("fp8", [None, "rowwise"])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_only_chunks_of_larger_results_overwrite_an_operand(fp8: Any, chunks: int) -> None:
-    """XLA may allocate an empty array to overwrite long before its kernel, for all layers."""
+    """XLA may allocate an empty array to overwrite long before its kernel, for all layers.
+
+    A barrier keeps what other kernels wrote: else XLA fuses the last kernel of a result that a scan
+    stacks with the copy into the stack, and the rows of that kernel alone arrive there.
+    """
     x = ShapeDtypeStruct((128, 128), jnp.bfloat16)
 
     def multiply(x: jax.Array, w: jax.Array) -> Any:
@@ -199,8 +203,10 @@ def test_only_chunks_of_larger_results_overwrite_an_operand(fp8: Any, chunks: in
         (rows,), terms = FORMATS[fp8].rows([x]), [FORMATS[fp8].matrices([w])]
         return scaled_chunks.multiply_chunks([Rows(rows, 0, 128)], terms, results, dimension=0)
 
-    (kernel,) = kernels(lowered(multiply, x, x))
+    program = lowered(multiply, x, x)
+    (kernel,) = kernels(program)
     assert results_in_place(kernel) == (chunks > 1)
+    assert program.count("optimization_barrier") == (chunks > 1)
 
 
 def layers(number: int, mesh: Mesh) -> str:

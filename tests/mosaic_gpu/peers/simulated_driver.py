@@ -54,6 +54,7 @@ class SimulatedDriver:
       failures: a status for functions that are to fail.
       contexts: the current contexts of this thread, the innermost last.
       reserved: sizes of reserved ranges, by address.
+      whole_ranges: addresses and sizes of what was reserved for them, aligned or not.
       handles: descriptors of allocations that are not released.
       mapped: sizes of mapped ranges, and descriptors of what is mapped there, by address.
     """
@@ -64,6 +65,7 @@ class SimulatedDriver:
         self.failures: dict[str, int] = {}
         self.contexts: list[int] = []
         self.reserved: dict[int, int] = {}
+        self.whole_ranges: dict[int, tuple[int, int]] = {}
         self.handles: set[int] = set()
         self.mapped: dict[int, tuple[int, int]] = {}
 
@@ -151,12 +153,14 @@ class SimulatedDriver:
             return OUT_OF_MEMORY
         aligned = -(-address // GRANULARITY) * GRANULARITY
         self.reserved[aligned] = _value(size)
+        self.whole_ranges[aligned] = address, length
         _target(pointer).value = aligned
         return SUCCESS
 
     def _cuMemAddressFree(self, pointer: Any, size: Any) -> None:
         assert self.reserved.pop(_value(pointer)) == _value(size)
-        _libc.munmap(_value(pointer), _value(size))
+        address, length = self.whole_ranges.pop(_value(pointer))
+        _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(length))
 
     def _cuMemMap(self, pointer: Any, size: Any, offset: Any, handle: Any, flags: Any) -> int:
         assert _value(handle) in self.handles

@@ -6,13 +6,14 @@ The driver is simulated by memory of the host, which each of them maps for itsel
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -29,8 +30,19 @@ from collective_matmul.mosaic_gpu.peers import (
     timeout_reports,
     virtual_memory,
 )
-from collective_matmul.mosaic_gpu.peers.process_group import ProcessGroup, SharingError
-from collective_matmul.mosaic_gpu.peers.shared_memory import Pools, SharedMemory, share, share_pools
+from collective_matmul.mosaic_gpu.peers.process_group import (
+    ProcessGroup,
+    SharingError,
+    on_all_nodes,
+)
+from collective_matmul.mosaic_gpu.peers.shared_memory import (
+    Pools,
+    SharedMemory,
+    SharedOnNodes,
+    share,
+    share_on_nodes,
+    share_pools,
+)
 from collective_matmul.mosaic_gpu.peers.timeout_reports import TIMEOUT_VARIABLE
 from tests.mosaic_gpu.peers.simulated_driver import (
     GRANULARITY,
@@ -64,6 +76,7 @@ class Device:
     id: int
     process_index: int
     local_hardware_id: int
+    slice_index: int = 0
 
 
 class Store:
@@ -110,6 +123,11 @@ class Node:
         monkeypatch.setattr(process_group, "key_value_store", lambda: self.store)
         monkeypatch.setattr(process_group, "_node", lambda: self.nodes[self.here.process])
         monkeypatch.setenv(TIMEOUT_VARIABLE, "30")
+
+    def divide(self, nodes: Sequence[int]) -> None:
+        """Places the processes on several nodes."""
+        self.nodes = [f"node {number}" for number in nodes]
+        self.devices = tuple(replace(d, slice_index=nodes[d.process_index]) for d in self.devices)
 
     def run(self, act: Callable[[int], Any], processes: Sequence[int] | None = None) -> list[Any]:
         """Returns what `act` returns, or the error that it raises, in each process."""
@@ -211,6 +229,65 @@ def test_processes_of_other_nodes_are_named(monkeypatch: Patch) -> None:
     node.assert_nothing_is_left()
 
 
+def of_nodes(node: Node, processes: Sequence[int] | None = None) -> list[Any]:
+    """Memory on all devices, filled with their numbers, as each process has it."""
+    share = lambda _: share_on_nodes("all", node.devices, 100, lambda d: bytes([d.id]) * 100)  # noqa: E731
+    return node.run(share, processes)
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (1, 0, 1, 0), (0, 1, 2, 0)], ids=str)
+def test_each_node_shares_by_itself(nodes: tuple[int, ...], monkeypatch: Patch) -> None:
+    """All know all addresses; nobody has one of another node."""
+    node, files = Node((1, 2, 1, 1), monkeypatch), open_files()
+    node.divide(nodes)
+    shared: list[SharedOnNodes] = of_nodes(node)
+    assert all(isinstance(each, SharedOnNodes) for each in shared), shared
+    assert all(each.addresses == shared[0].addresses for each in shared)
+    for process, device in itertools.product(node.processes, node.devices):
+        if nodes[process] == device.slice_index:
+            assert _memory(shared[3 - process].address(device, process), 100)[99] == device.id
+        else:
+            with pytest.raises(SharingError, match="on another node than process"):
+                shared[process].address(device, process)
+    node.run(lambda process: shared[process].mapped[0].mapped.unmap())
+    node.assert_nothing_is_left()
+    assert open_files() == files
+
+
+def test_the_error_of_one_node_is_the_error_of_all(monkeypatch: Patch) -> None:
+    node = Node((1, 1, 1, 1), monkeypatch)
+    node.divide((0, 0, 1, 1))
+    node.drivers[3].failures["cuMemCreate"] = OUT_OF_MEMORY
+    reason = "node 1: process 3: cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY (2)"
+    assert errors(of_nodes(node)) == [reason] * 4
+
+
+def test_a_node_that_does_not_come(monkeypatch: Patch) -> None:
+    node = Node((1, 1, 1), monkeypatch)
+    node.divide((0, 0, 1))
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "0.3")
+    for sentence in errors(of_nodes(node, [0, 1])):
+        assert sentence.startswith("no process of node 1 has come to the same place")
+
+
+def test_arrays_of_all_nodes_have_translations(monkeypatch: Patch) -> None:
+    node = Node((1, 1, 1, 1), monkeypatch)
+    node.divide((0, 0, 1, 1))
+    xla = XlaPools(node, monkeypatch)
+    mapped: dict[int, Pools] = {}
+
+    def map_pools(name: str, devices: Sequence[Any]) -> dict[str, int]:
+        mapped[node.here.process] = pools = share_pools(name, devices)
+        return {str(n): t for n, t in pools.translations.items()}
+
+    found = node.run(lambda _: on_all_nodes("pools", node.devices, map_pools))
+    assert all(each.keys() == {"10", "11", "12", "13"} for each in found), found
+    assert all(each == found[0] for each in found)
+    node.run(lambda process: mapped[process].unmap())
+    node.run(lambda process: xla.pools[10 + process].unmap())
+    node.assert_nothing_is_left()
+
+
 def test_sockets_of_other_containers_are_explained(monkeypatch: Patch) -> None:
     node = Node((1, 1), monkeypatch)
     offer = ProcessGroup._offer
@@ -297,8 +374,8 @@ def test_the_reason_is_found_once(monkeypatch: Patch) -> None:
         shared_memory, "share", lambda *arguments: fail(*arguments) or mock.MagicMock()
     )
     for _ in range(2):
-        assert node.run(lambda _: requirements.workspaces_reason(), [0]) == [None]
-        (reason,) = node.run(lambda _: requirements.peer_arrays_reason(), [0])
+        assert node.run(lambda _: requirements.workspaces_reason("nccl"), [0]) == [None]
+        (reason,) = node.run(lambda _: requirements.peer_arrays_reason("nccl"), [0])
         assert reason == (
             "2 processes: these kernels address peers' memory, which these processes cannot share:"
             " process 1 runs on another node; a single process with all GPUs of a node need not"
@@ -390,7 +467,7 @@ def test_a_process_that_was_late_has_no_pools(monkeypatch: Patch) -> None:
     """The others have decided for all that pools are mapped; it fails rather than differ."""
     node = Node((1, 1), monkeypatch)
     monkeypatch.setattr(shared_memory, "_unshared", {"pools": None})
-    monkeypatch.setattr(shared_memory, "_pools", [])
+    monkeypatch.setattr(shared_memory, "_translations", {})
     (error,) = errors(node.run(lambda _: shared_memory.pool_translation(node.devices[0]), [0]))
     assert error == "this process was too late to map the memory of the others"
 
@@ -440,7 +517,7 @@ def test_meshes_of_several_processes_share(monkeypatch: Patch) -> None:
         names.append(name)
         return name
 
-    monkeypatch.setattr(shared_memory, "share", record)
+    monkeypatch.setattr(shared_memory, "share_on_nodes", record)
     monkeypatch.setattr(symmetric_workspace, "_allocated", {})
     one, other = node.devices
     for devices, shape, axis in [

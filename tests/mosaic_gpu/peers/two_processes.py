@@ -46,7 +46,7 @@ def main(address: str, number: int) -> None:
         mock.patch.object(peer_access, "cuda_driver", lambda: driver),
         mock.patch.object(timeout_reports, "allocate", lambda device: 1 << 40 | device.id),
     ):
-        assert requirements.workspaces_reason() is None
+        assert requirements.workspaces_reason("nccl") is None
         assert not driver.handles and not driver.reserved
         with (
             mock.patch.object(shared_memory, "_any_address", lambda device: pool.base + 100),
@@ -55,7 +55,7 @@ def main(address: str, number: int) -> None:
             handle = virtual_memory.allocate(3 * GRANULARITY, 0)
             pool = virtual_memory.MappedRange([handle], 3 * GRANULARITY, [0])
             virtual_memory.release(handle)
-            assert requirements.peer_arrays_reason() is None
+            assert requirements.peer_arrays_reason("nccl") is None
         devices = np.array(sorted(jax.devices(), key=lambda device: device.id))
         table = symmetric_workspace._PointerTable(0)(devices)
     pointers = [int(each) for each in table[number].view(np.uint64)[:, 0]]

@@ -15,7 +15,7 @@ from tests.models.hugging_face.tiny_folders import FOLDERS
 from train.config.config import Config
 from train.config.model_folder import with_model_of
 from train.log.log_file import read_log
-from train.run.command_line import main
+from train.run.command_line import main, parse
 
 RUN = shlex.split(
     "--overlap xla --batch-size 4 --sequence-length 16 --log-interval 1 --compute-dtype float32"
@@ -44,7 +44,7 @@ def test_every_mesh_and_layout_begins_with_the_same_weights(tmp_path):
     np.testing.assert_allclose(first, first[0], rtol=1e-5)
 
 
-def test_a_fine_tuned_model_is_exported_and_a_run_is_resumed(tmp_path, monkeypatch):
+def test_a_fine_tuned_model_is_exported_and_a_run_is_resumed(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("models.command_line._simulate", lambda devices: None)
     saved = ["--checkpoint-dir", str(tmp_path / "saved"), "--mesh.tensor", "2", "--mesh.data", "1"]
     main([*RUN, "--init-from", str(DATA / "mistral"), "--steps", "2", *saved])
@@ -52,6 +52,11 @@ def test_a_fine_tuned_model_is_exported_and_a_run_is_resumed(tmp_path, monkeypat
     log = tmp_path / "resumed.jsonl"
     main([*RUN, "--steps", "3", "--resume", "--log-file", str(log), *saved])
     assert len(losses(log)) == 1
+    # Nor where variants of the resumed run are compared, as it proposes.
+    command = capsys.readouterr().out.rpartition("to compare: ")[2].partition(" --a ")[0]
+    proposed = with_model_of(parse(shlex.split(command)[3:]))
+    assert proposed.model == ModelFolder.config_of(DATA / "mistral")
+    assert (proposed.steps, proposed.resume, proposed.checkpoint_dir) == (3, False, None)
     models_main(["export", str(tmp_path / "saved"), str(tmp_path / "out")])
     original, trained = ModelFolder(DATA / "mistral"), ModelFolder(tmp_path / "out")
     assert trained.config == original.config

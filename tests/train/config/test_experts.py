@@ -68,6 +68,7 @@ def assert_same_curve(sizes: tuple[int, int, int], expected: Any = None, **chang
         np.testing.assert_allclose(curve[name], expected[name], rtol=5e-5, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_experts_over_both_axes_have_the_curve_of_one_device():
     assert curve_of(ONE_DEVICE)["balance_loss"][0] > 2  # k, if experts were balanced.
     assert_same_curve(
@@ -84,7 +85,10 @@ def test_experts_over_both_axes_have_the_curve_of_one_device():
     ("sizes", "changes"),
     [
         ((1, 2, 2), dict(expert_axes="fsdp", expert_hidden_axis="tensor", zero=3, scan_layers=1)),
-        ((2, 2, 2), dict(expert_axes="both", zero=2, gradient_accumulation_steps=2)),
+        (
+            (2, 2, 2),
+            dict(expert_axes="both", zero=2, gradient_accumulation_steps=2, overlap="ring"),
+        ),
         pytest.param((1, 1, 2), dict(expert_axes="tensor"), marks=pytest.mark.exhaustive),
         pytest.param(
             (1, 2, 2),
@@ -165,7 +169,7 @@ def test_patterns_that_name_experts_quantize_them(patterns: str, expected: set[s
     changes: dict[str, Any] = {"fp8": "rowwise", "fp8_layers": patterns, "overlap": "ring"}
     trainer = Trainer(dataclasses.replace(RUN, **changes), MeshSizes(1, 2, 2))
     with record_decisions() as decisions:
-        trainer.step.lower(trainer.state, trainer.batch())
+        trainer.lowered()
     sites: Any = [decision.site for decision in decisions]
     of_experts = {"expert_mlp", "grouped_matmul"}
     narrow = {site.op for site in sites if site.fp8 == "rowwise"}

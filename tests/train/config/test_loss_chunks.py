@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from models.families import PRESETS
-from tests.train.test_step import SHORT, Trainer
+from tests.train.test_step import SHORT, Trainer, curve_of_one_device
 from train.config.checks import check
-from train.config.config import ONE_DEVICE, Config, MeshSizes
+from train.config.config import Config, MeshSizes
 from train.config.loss_chunks import MOST_OF_CHUNK, MOST_WHOLE, describe_loss_chunks, loss_chunk
 from train.memory.device_memory import GPUS
 from train.memory.step_memory import memory_of
@@ -19,9 +19,9 @@ from train.parallel.mesh import make_abstract_mesh
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def one_device() -> dict[str, np.ndarray]:
-    return Trainer(dataclasses.replace(SHORT, overlap="xla"), ONE_DEVICE).run(STEPS)
+    return {name: values[:STEPS] for name, values in curve_of_one_device().items()}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,8 @@ def test_fp8_weights_of_the_head_are_quantized_before_the_chunks():
     changes = {"fp8": "rowwise", "fp8_layers": "head", "zero": 3, "overlap": "xla"}
     changes |= {"gradient_accumulation_steps": 2}
     sizes = MeshSizes(1, 2, 2)
-    config = dataclasses.replace(SHORT, **changes)
+    model = dataclasses.replace(SHORT.model, num_layers=1)
+    config = dataclasses.replace(SHORT, model=model, **changes)
     whole = Trainer(config, sizes).run(3)
     chunked = Trainer(dataclasses.replace(config, loss_chunk=16), sizes).run(3)
     # Each row has its own scale in both, so that only the order of sums differs; a difference of

@@ -294,7 +294,7 @@ def losses_of_one_device(tmp_path_factory) -> list[float]:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--mesh.data 4 --mesh.tensor 1",
+        pytest.param("--mesh.data 4 --mesh.tensor 1", marks=pytest.mark.exhaustive),
         "--mesh.data 1 --mesh.tensor 4 --gradient-accumulation-steps 4",
         "--mesh.fsdp 2 --mesh.tensor 2 --mesh.data 1 --zero 3",
     ],

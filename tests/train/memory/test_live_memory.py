@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,13 @@ def summed(w: jax.Array, x: jax.Array) -> Any:
     return jnp.sum((x @ x) @ (x @ x)) * largest, jnp.sum(total)
 
 
+def postponing(w: jax.Array, x: jax.Array) -> Any:
+    """A product is multiplied again where nothing waits for it, and then in a chain of three."""
+    first = x @ w
+    result = first @ x
+    return result, jnp.sum(((first @ w) @ x) @ w)
+
+
 def largest_of(x: jax.Array) -> jax.Array:
     """By a reduction with a function of its own, of numbers in another dtype."""
     return jax.lax.reduce(x.astype("float16"), np.float16(0), jnp.maximum, (0,))
@@ -96,6 +104,8 @@ X = jnp.ones((N, N))
         (lambda w, x: jnp.sum(barrier(x @ w + w @ x) * ((x @ x) @ (w @ w))), (4, 1)),
         # The sum is stored in place of one of two products, beside the two others.
         (summed, (1 + 3, 0)),
+        # The first product stays to the end, beside two of the chain.
+        (postponing, (3, 0)),
         # The product that the reduction reads, and no cast of it.
         (lambda w, x: largest_of(x @ w).sum(), (1 + 0.5 / N, 0)),
         # What is read, and in the loop a row and its product. The cast weight is not stored.
@@ -135,6 +145,25 @@ def test_between_blocks_that_are_computed_again_one_array_is_kept():
     four, eight = (peak(blocks(count), X, W)[0] for count in (4, 8))
     # Not the two products of each that it is the sum of.
     assert eight - four == pytest.approx(4, abs=0.01)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1, 0), (2, 8)])
+def test_a_loop_that_gathers_slices_has_a_copy_of_all_of_them(make_mesh, size, expected):
+    def of_dimension(dimension: int, w: jax.Array, x: jax.Array) -> jax.Array:
+        def step(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+            one = jax.lax.dynamic_index_in_dim(w, number, keepdims=False)
+            whole = jax.lax.all_gather(one, "devices", axis=dimension, tiled=True)
+            return jnp.tanh(x @ whole[:N, :N]), None
+
+        return jax.lax.scan(step, x, jnp.arange(8))[0]
+
+    found = []
+    for dimension in (0, 1):
+        local = functools.partial(of_dimension, dimension)
+        mesh, specs = make_mesh({"devices": size}), (P(None, None, "devices"), P("devices"))
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("devices"))
+        found.append(peak(sharded, jnp.ones((8, N, size * N)), jnp.ones((size * N, N)))[0])
+    assert found[1] - found[0] == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 1), (2, 2)])

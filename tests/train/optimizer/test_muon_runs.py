@@ -151,7 +151,7 @@ def test_its_state_has_one_moment_of_matrices():
     assert memory("adamw") - memory("muon") == 4 * matrices - 4 * (2 + 3)
 
 
-@pytest.mark.parametrize("scan_layers", [0, 1])
+@pytest.mark.parametrize("scan_layers", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_dry_run_names_the_optimizer(capsys, scan_layers):
     flags = "--dry-run --optimizer.kind muon --mesh.tensor 2 --overlap xla --scan-layers"
     main(shlex.split(f"{flags} {scan_layers}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections import Counter
@@ -124,9 +125,8 @@ def test_rewrite_jit_gathers_shards_of_weights_in_8_bits() -> None:
 )
 def test_patterns_choose_layers(patterns: str, forward: dict[str, int]) -> None:
     """The ops of one block and of the head. The backward pass of an op is the other op."""
-    trainer = Trainer(tiny(fp8="rowwise", fp8_layers=patterns), MESH)
     with record_decisions() as decisions:
-        trainer.step.lower(trainer.state, trainer.batch())
+        step_of(tiny(fp8="rowwise", fp8_layers=patterns), MESH)
     for direction in ("forward", "backward"):
         sites = [d.site for d in decisions if d.site.direction == direction]
         chosen = Counter(site.op for site in sites if site.fp8 == "rowwise")
@@ -267,7 +267,18 @@ def test_shards_are_quantized_once_and_gathered_in_8_bits(
             {"fp8": "rowwise", "zero": 3, "fsdp": 2, "weight_gather": "matmuls"},
             marks=pytest.mark.exhaustive,
         ),
-        {"fp8": "rowwise", "fp8_layers": "*", "zero": 3, "fsdp": 2, "weight_gather": "blocks"},
+        {
+            "fp8": "rowwise",
+            "fp8_layers": "*",
+            "zero": 3,
+            "fsdp": 2,
+            "weight_gather": "blocks",
+            "overlap": "xla",
+        },
+        pytest.param(
+            {"fp8": "rowwise", "fp8_layers": "*", "zero": 3, "fsdp": 2, "weight_gather": "blocks"},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             {
                 "fp8": "tensorwise",
@@ -330,36 +341,45 @@ def test_memory_of_copies_that_microbatches_use(zero: Any, remat: Any) -> None:
     assert 0 < weights(fp8="rowwise") - weights() < kernels / 10  # Scales.
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "gather"),
-    [
-        (1, "matmuls"),
-        (4, "blocks"),
-        pytest.param(1, "blocks", marks=pytest.mark.exhaustive),
-        pytest.param(4, "matmuls", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_memory_of_copies_of_shards(gather: Any, microbatches: int) -> None:
-    """With ZeRO 3 both are there when the backward begins, beside what it has without them."""
+#: Numbers of microbatches, and where weights are gathered.
+COPIES = [
+    (1, "matmuls"),
+    (4, "blocks"),
+    pytest.param(1, "blocks", marks=pytest.mark.exhaustive),
+    pytest.param(4, "matmuls", marks=pytest.mark.exhaustive),
+]
 
-    def memory(fp8: Any, layers: int, **changes: Any) -> int:
-        config, sizes = accumulating(
-            {"zero": 3, "fsdp": 2, "weight_gather": gather, "fp8": fp8, "remat": "full", **changes}
-        )
+
+@functools.cache
+def weights_of_a_layer(microbatches: int, gather: Any, fp8: Any, overlap: str) -> int:
+    """The bytes that a layer more adds to weights, with ZeRO 3."""
+
+    def memory(layers: int) -> int:
+        changes = {"zero": 3, "fsdp": 2, "weight_gather": gather, "fp8": fp8, "remat": "full"}
+        config, sizes = accumulating({**changes, "overlap": overlap})
         model = dataclasses.replace(config.model, num_layers=layers)
         config = dataclasses.replace(
             config, model=model, gradient_accumulation_steps=microbatches, sequence_length=1024
         )
         return memory_of(config, make_abstract_mesh(sizes)).weights
 
-    def of_a_layer(fp8: Any, **changes: Any) -> int:
-        return memory(fp8, 3, **changes) - memory(fp8, 2, **changes)
+    return memory(3) - memory(2)
 
+
+@pytest.mark.parametrize(("microbatches", "gather"), COPIES)
+def test_memory_of_copies_of_shards(gather: Any, microbatches: int) -> None:
+    """With ZeRO 3 both are there when the backward begins, beside what it has without them."""
     shards = sum(math.prod(shape) * count for shape, count in OF_MATMULS.items())
-    without = of_a_layer(None)
-    assert 2 * shards < of_a_layer("rowwise") - without < 2.2 * shards  # And scales.
-    # What the types of arrays say is quantized where it is used.
-    assert of_a_layer("rowwise", overlap="rewrite-jit") == without
+    without = weights_of_a_layer(microbatches, gather, None, "ring")
+    copies = weights_of_a_layer(microbatches, gather, "rowwise", "ring") - without
+    assert 2 * shards < copies < 2.2 * shards  # And scales.
+
+
+@pytest.mark.parametrize(("microbatches", "gather"), COPIES[1:])
+def test_explicit_axes_have_no_copies_of_shards(gather: Any, microbatches: int) -> None:
+    """Types of arrays say what is quantized where it is used."""
+    without = weights_of_a_layer(microbatches, gather, None, "ring")
+    assert weights_of_a_layer(microbatches, gather, "rowwise", "rewrite-jit") == without
 
 
 def test_configurations_without_the_fields_keep_their_dtype(capsys: Any, tmp_path: Path) -> None:

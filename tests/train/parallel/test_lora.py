@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from jax.extend.core import jaxprs_in_params
 from models.checkpoint.saved_checkpoint import find_checkpoint
 from train.checkpoint.new_state import init_state
 from train.config.config import MeshSizes
+from train.log.log_file import read_log
 from train.optimizer.optimizer import make_optimizer
 from train.optimizer.state import state_on_mesh
 from train.parallel.batches import abstract_batch
@@ -42,20 +44,22 @@ def losses(output: str) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("adapters")
-    main([*MODEL, *LORA, "--checkpoint-dir", str(directory), "--save-interval", "2"])
+    saved = ["--checkpoint-dir", str(directory), "--save-interval", "2"]
+    main([*MODEL, *LORA, *saved, "--log-file", str(directory / "log.jsonl")])
     return directory
 
 
-def test_adapters_learn_and_a_resume_is_exact(
-    trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
-    again = tmp_path / "again"
-    main([*MODEL, *LORA, "--checkpoint-dir", str(again), "--save-interval", "2"])
-    whole = losses(capsys.readouterr().out)
-    assert float(whole[-1]) < float(whole[0])
-    arguments = [*MODEL, *LORA, "--checkpoint-dir", str(again), "--resume-step", "2"]
-    main(arguments)
-    assert losses(capsys.readouterr().out) == whole[2:]
+def test_adapters_learn_and_a_resume_is_exact(trained: Path, tmp_path: Path):
+    def curve(log: Path) -> list[float]:
+        return [event["loss"] for event in read_log(log) if event["event"] == "step"]
+
+    whole = curve(trained / "log.jsonl")
+    assert len(whole) == 4 and whole[-1] < whole[0]
+    again, log = tmp_path / "again", tmp_path / "again.jsonl"
+    shutil.copytree(trained, again)
+    resumed = ["--checkpoint-dir", str(again), "--resume-step", "2", "--log-file", str(log)]
+    main([*MODEL, *LORA, *resumed])
+    assert curve(log) == whole[2:]
     one, other = (arrays(folder / "step_4") for folder in (trained, again))
     for name in one:
         np.testing.assert_array_equal(one[name], other[name], err_msg=name)

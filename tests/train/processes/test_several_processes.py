@@ -93,30 +93,30 @@ def open_mpi(count: int):
 
 @pytest.mark.exhaustive
 def test_processes_times_devices(tmp_path):
-    """Four devices as 1 × 4, 2 × 2 and 4 × 1, started by each launcher; then a chain of resumes
-    through them."""
+    """Four devices as 2 × 2, 4 × 1 and 1 × 4, started by each launcher: a chain of resumes through
+    them trains as one process does that is not interrupted."""
     text = tmp_path / "held_out.txt"
     text.write_text("A held-out text. " * 40)
-    steps = f"--zero 3 --optimizer.kind muon --optimizer.muon-dtype float32 --eval-data {text}"
-    steps += " --mesh.fsdp 2 --mesh.tensor 2 --eval-interval 4"
-    steps += " --save-interval 4 --optimizer.decay-steps 12 --gradient-accumulation-steps 2"
+    run = f"--zero 3 --optimizer.kind muon --optimizer.muon-dtype float32 --eval-data {text}"
+    run += " --mesh.data 1 --mesh.fsdp 2 --mesh.tensor 2 --eval-interval 2"
+    run += " --save-interval 4 --optimizer.decay-steps 12 --gradient-accumulation-steps 2"
+    main([*ARGUMENTS.split(), *flags(tmp_path, "whole", f"{run} --steps 8")])
     across = "--distributed.tensor-across-processes"
-    train(flags(tmp_path, "whole", f"{steps} --steps 8"), count=1, devices=4)
-    for name, count, launched in (("two", 2, slurm(2)), ("four", 4, open_mpi(4))):
+    for last, count, launched in ((3, 2, slurm(2)), (6, 4, open_mpi(4))):
+        more = f"{run} {across} --steps {last} {'--resume' if last > 3 else ''}"
         options = {"count": count, "devices": 4 // count, "launched": launched}
-        train(flags(tmp_path, name, f"{steps} {across} --steps 8"), **options)
-        assert_same_curve(tmp_path / f"{name}.jsonl", tmp_path / "whole.jsonl")
-        losses = [
-            [event["loss"] for event in read_log(log) if event["event"] == "evaluation"]
-            for log in (tmp_path / f"{name}.jsonl", tmp_path / "whole.jsonl")
-        ]
-        assert len(losses[0]) == 2
-        np.testing.assert_allclose(losses[0], losses[1], rtol=TOLERANCE)
-    for last, count in ((3, 2), (6, 4), (8, 1)):
-        resume = "--resume" if last > 3 else ""
-        more = f"{steps} {across} --steps {last} {resume}"
-        train(flags(tmp_path, "chain", more), count=count, devices=4 // count)
-    assert_same_curve(tmp_path / "chain.jsonl", tmp_path / "whole.jsonl")
+        train(flags(tmp_path, "chain", more), **options)
+        assert max(whole_steps(tmp_path / "chain")) == last
+    main([*ARGUMENTS.split(), *flags(tmp_path, "chain", f"{run} --steps 8 --resume")])
+    chain, whole = tmp_path / "chain.jsonl", tmp_path / "whole.jsonl"
+    assert_same_curve(chain, whole)
+    losses = [
+        {event["step"]: event["loss"] for event in read_log(log) if event["event"] == "evaluation"}
+        for log in (chain, whole)
+    ]
+    assert {2, 4, 6, 8} <= losses[0].keys()
+    for step, loss in losses[1].items():
+        np.testing.assert_allclose(losses[0][step], loss, rtol=TOLERANCE)
 
 
 @pytest.mark.exhaustive

@@ -118,14 +118,7 @@ class Fused(MatmulBackend):
             reduce_scatter.reduce_scatter_unsupported_reason,
             reduce_scatter.all_reduce_unsupported_reason,
         )
-        return reason or no_peer_access_reason() or requirements.peer_arrays_reason()
-
-    def unprofitable_reason(self, site: Site) -> str | None:
-        """Across processes, the kernels are taken by their name alone."""
-        del site
-        if jax.process_count() == 1:
-            return None
-        return f"is not proven on GPUs of {jax.process_count()} processes"
+        return reason or no_peer_access_reason() or requirements.peer_arrays_reason(site.transport)
 
     def predict(self, site: Site) -> Prediction | None:
         """The prediction of the kernel's configuration, and what stacks add to it."""

@@ -67,7 +67,7 @@ class OneShot(SequentialBackend):
             exchange_kernel.unsupported_reason(array, site.axis_size) for array in _sent(site)
         )
         reason = next(filter(None, reasons), None) or no_peer_access_reason()
-        return reason or requirements.workspaces_reason()
+        return reason or requirements.workspaces_reason(site.transport)
 
     def predict(self, site: Site) -> Prediction | None:
         """XLA's matmuls, and the exchanges, which start and end faster than collectives."""
