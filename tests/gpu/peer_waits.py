@@ -18,22 +18,16 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import overlap_jit
 from collective_matmul._compat import in_place_kernel
 from collective_matmul.mosaic_gpu.peers import peer_waits, symmetric_workspace
-from collective_matmul.mosaic_gpu.peers.peer_memory import (
-    WARPGROUP,
-    Address,
-    layout,
-    load,
-    set_signals,
-    store,
-)
+from collective_matmul.mosaic_gpu.peers.peer_memory import WARPGROUP, Address, layout
 from collective_matmul.mosaic_gpu.peers.rendezvous import publish_pointers
+from collective_matmul.mosaic_gpu.peers.self_signalled import store_message, take_message
 from tests.gpu.problems import mesh_of
 from tests.reference import AXIS
 
 # Typed as Any: its own annotations are narrower than what it accepts.
 plgpu: Any = mosaic_gpu
 
-Wait = Literal["signals", "count", "pointers"]
+Wait = Literal["message", "count", "pointers"]
 WAITS: tuple[Wait, ...] = get_args(Wait)
 WHAT = "the other block"
 EPOCH = 1
@@ -47,7 +41,7 @@ def name_of(wait: Wait) -> str:
 
 
 def program(wait: Wait, *, comes: bool) -> Any:
-    """A program that returns [1, ELEMENTS] ones, which block 1 stores before it signals.
+    """A program that returns [1, ELEMENTS] ones, a message of block 1.
 
     Args:
       wait: how block 0 waits.
@@ -58,7 +52,6 @@ def program(wait: Wait, *, comes: bool) -> Any:
         workspace = Address(pointers[0], pointers[1], 0)
         report = workspace.plus(symmetric_workspace.report_offset(1))
         awaited = peer_waits.Awaited(name_of(wait), WHAT, report)
-        signal = workspace.plus(symmetric_workspace.epoch_offset(0))
         mailbox = workspace.plus(symmetric_workspace.mailbox_offset(1, 0, 0, 0))
         region = workspace.plus(symmetric_workspace.region_offset(1, 0, 0, 0))
         semaphore = pl.get_global(plgpu.SemaphoreType.REGULAR((1,))).at[0]
@@ -68,9 +61,7 @@ def program(wait: Wait, *, comes: bool) -> Any:
         def _() -> None:
             pl.loop(0, DELAYS)(lambda _: pl.delay(DELAY_NANOSECONDS))
             ones = jnp.full((ELEMENTS,), 1, jnp.bfloat16)
-            store(region, plgpu.layout_cast(ones, layout((ELEMENTS,), jnp.bfloat16)))
-            set_signals(jnp.int32(EPOCH), [signal])
-            # After that all lanes have stored, and it can be seen.
+            store_message(region, plgpu.layout_cast(ones, layout((ELEMENTS,), jnp.bfloat16)))
             if wait == "count":
                 pl.semaphore_signal(semaphore, EPOCH)
             elif wait == "pointers":
@@ -78,14 +69,12 @@ def program(wait: Wait, *, comes: bool) -> Any:
 
         @pl.when(block == 0)
         def _() -> None:
-            if wait == "signals":
-                peer_waits.wait_for_signals(jnp.int32(EPOCH), [signal], awaited)
-            elif wait == "count":
+            if wait == "count":
                 peer_waits.wait_for_count(semaphore, EPOCH, WARPGROUP, awaited)
-            else:
+            elif wait == "pointers":
                 epoch = jnp.int32(EPOCH)
                 peer_waits.poll_pointers(epoch, mailbox, 0, 1, 1, WARPGROUP, awaited)
-            y[0] = load(region, (ELEMENTS,), jnp.bfloat16)
+            y[0] = take_message(jnp.int32(EPOCH), region, (ELEMENTS,), jnp.bfloat16, awaited)
 
     def launch() -> jax.Array:
         mesh = plgpu.Mesh(

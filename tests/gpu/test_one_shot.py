@@ -26,6 +26,7 @@ from collective_matmul import (
     overlap_jit,
 )
 from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.mosaic_gpu.peers import symmetric_workspace
 from collective_matmul.ops.matmul.one_shot import exchange_kernel
 from tests.conftest import skip_without
 from tests.gpu.problems import mesh_of
@@ -90,6 +91,30 @@ def mesh_called(name: str) -> Mesh:
 def test_values(mesh: str, elements: int) -> None:
     wrong = differences(mesh_called(mesh), elements, (AXIS,), "bfloat16", False, TURNS)(0)
     assert not np.asarray(wrong).any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_messages_may_have_the_bits_of_the_sentinel(dtype: str) -> None:
+    """Such a pair of NaNs would be waited for in vain; all other bits travel unchanged."""
+    mesh = mesh_called("2")
+    words = np.resize(
+        np.array([symmetric_workspace.SENTINEL, 0x3F80C000, 0x40414243], np.int32), 2 * 30_000
+    )
+    x = words.view(np.uint16)
+    sharded = jax.shard_map(
+        lambda bits: lax.bitcast_convert_type(
+            exchange_kernel.all_gather(lax.bitcast_convert_type(bits, dtype), AXIS), np.uint16
+        ).reshape(-1),
+        mesh=mesh,
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+        check_vma=False,
+    )
+    gathered = np.asarray(overlap_jit(sharded, peer_kernels=True)(x)).reshape(2, -1)
+    for found in gathered.view(np.int32):
+        is_sentinel = words == symmetric_workspace.SENTINEL
+        np.testing.assert_array_equal(found[~is_sentinel], words[~is_sentinel])
+        assert np.isnan(found[is_sentinel].view(np.float16).astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("mesh", ["2x2", "2x2 across"])

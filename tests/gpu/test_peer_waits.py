@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from collective_matmul.mosaic_gpu.peers import symmetric_workspace
 from collective_matmul.mosaic_gpu.peers.timeout_reports import TIMEOUT_VARIABLE
 from tests.gpu.peer_waits import EPOCH, WAITS, WHAT, Wait, name_of, program
 
@@ -41,5 +42,6 @@ def test_a_wait_in_vain_ends_the_program(wait: Wait) -> None:
     )
     assert ended.returncode != 0
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in ended.stderr, ended.stderr
-    sentence = f"{name_of(wait)} waited 2 s for {WHAT}; it found 0 instead of {EPOCH}"
+    found = symmetric_workspace.SENTINEL if wait == "message" else 0
+    sentence = f"{name_of(wait)} waited 2 s for {WHAT}; it found {found} instead of {EPOCH}"
     assert sentence in ended.stderr, ended.stderr

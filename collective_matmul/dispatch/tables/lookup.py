@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from collective_matmul.dispatch.contract import Request
+from collective_matmul.dispatch.contract import Backend, Request
 from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.tables.table import Entry, Table
 
@@ -100,7 +100,7 @@ def _own_entry(
 def _between_entries(
     site: Request, backend: str, found: Mapping[Request, tuple[Entry, str]]
 ) -> Comparison | None:
-    """The times of a layer with fewer and with more rows: straight lines in logarithms.
+    """The times of a layer with fewer and with more rows, and between them as models say.
 
     Its weights take as long to read with any number of rows, and few rows fill tiles that are as
     high as those of more rows: times at the two ends say more than time per operation. If the
@@ -114,15 +114,32 @@ def _between_entries(
     ends = found[fewer][0], found[more][0]
     share = 0.0 if fewer is more else site.doublings(fewer) / more.doublings(fewer)
 
+    # Models know the tiles and the padding of each number of rows. What they are wrong by changes
+    # slowly: it is a straight line in logarithms. So are both times where one has no model.
+    names, sites = (REFERENCE, backend), (fewer, site, more)
+    predicted = [_predicted(site.backends[name], sites) for name in names]
+    models = [each for each in predicted if each is not None]
+    if len(models) < len(names):
+        models = [(1.0, 1.0, 1.0)] * len(names)
+
     def interpolated(name: str) -> float:
+        first, here, last = models[names.index(name)]
         low, high = (entry.seconds[name] for entry in ends)
-        return low * (high / low) ** share
+        low, high = low / first, high / last
+        return here * low * (high / low) ** share
 
     reference = interpolated(REFERENCE)
     least = min(_gain(entry, backend) for entry in ends)
     seconds = reference / least if least < 1 else interpolated(backend)
     nearest = min((fewer, more), key=site.doublings)
     return Comparison(seconds, reference, ERROR, f"near what was measured ({found[nearest][1]})")
+
+
+def _predicted(backend: Backend, sites: Sequence[Request]) -> tuple[float, ...] | None:
+    """The seconds of sites by a backend's model; None if it has none for one of them."""
+    predictions = [backend.predict(site) for site in sites]
+    seconds = tuple(each.seconds for each in predictions if each is not None)
+    return seconds if len(seconds) == len(sites) else None
 
 
 def _near_entries(

@@ -20,7 +20,8 @@ from collective_matmul.log import warn_once
 
 CACHE_VARIABLE = "COLLECTIVE_MATMUL_CACHE_DIR"
 
-#: Kinds of device without a shipped table: the kind whose table is used, and why it can be.
+#: Kinds of device of whose sites few or none were measured: the kind whose table is used for the
+#: others, and why it can be.
 DEVICE_ALIASES = {
     "NVIDIA H100 80GB HBM3": (
         "NVIDIA H200",

@@ -1,4 +1,4 @@
-"""Loads, stores and signals at raw addresses: how kernels access the memory of other GPUs.
+"""Loads and stores at raw addresses: how kernels access the memory of other GPUs.
 
 All GPUs of one process share an address space, and peer access lets each of them load from and
 store to the memory of the others. Processes map each other's memory: see `shared_memory`.
@@ -10,13 +10,10 @@ it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu
@@ -40,8 +37,6 @@ WARPGROUP_LANES = 128
 ThreadScope = gpu.ThreadSubset
 WARPGROUP, WARP = ThreadScope.WARPGROUP, ThreadScope.WARP
 
-_STORE_INT32 = "st.relaxed.sys.global.u32 [${}], $0;"
-
 
 class Address(NamedTuple):
     """An address in the memory of any GPU: a 64-bit base in two words, and an offset in bytes.
@@ -59,41 +54,8 @@ class Address(NamedTuple):
 
 
 def layout(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns the register layout of `load` and `store`: each lane has vectors of 16 bytes."""
+    """Returns the register layout of messages: each lane has vectors of 16 bytes."""
     return plgpu.Layout.WG_STRIDED(shape, vec_size=VECTOR_BYTES // jnp.dtype(dtype).itemsize)
-
-
-def load(address: Address, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns the array that is stored at an address."""
-    result = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout(shape, dtype))
-
-    @plgpu.inline_mgpu(arg_types=ADDRESS, return_type=result)
-    def at(_, *words):
-        elements = VECTOR_BYTES // jnp.dtype(dtype).itemsize
-        vector = ir.VectorType.get((elements,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
-        count = math.prod(shape) // (WARPGROUP_LANES * elements)
-        pointers = _lane_pointers(words, count)
-        vectors = [llvm.load(vector, pointer, alignment=VECTOR_BYTES) for pointer in pointers]
-        return gpu.FragmentedArray(
-            _registers=np.array(vectors, dtype=object),
-            _layout=result.layout.to_mgpu(),
-            _is_signed=None,
-        )
-
-    return at(*address)
-
-
-def store(address: Address, value: jax.Array) -> None:
-    """Stores an array, whose layout is `layout` of its shape, at an address."""
-
-    @plgpu.inline_mgpu(arg_types=(*ADDRESS, layout(value.shape, value.dtype)))
-    def at(_, *words_and_array):
-        *words, array = words_and_array
-        vectors = array.registers.flat
-        for vector, pointer in zip(vectors, _lane_pointers(words, len(vectors)), strict=True):
-            llvm.store(vector, pointer, alignment=VECTOR_BYTES)
-
-    at(*address, value)
 
 
 def load_int32(address: Address, *, cached: bool = False) -> jax.Array:
@@ -120,27 +82,11 @@ def store_int32(address: Address, value: Any, scope: ThreadScope) -> None:
     @plgpu.inline_mgpu(arg_types=(SCALAR, ADDRESS))
     def at(_, value, words):
         synchronize(scope)
-        _in_one_thread(scope, value, [words], [_STORE_INT32.format(1)])
+        operands = [llvm_pointer(words), value.registers.item()]
+        with utils.single_thread(scope=scope):
+            inline_ptx(None, operands, "st.relaxed.sys.global.u32 [$0], $1;")
 
     at(value, tuple(address))
-
-
-def set_signals(value: Any, addresses: Sequence[Address]) -> None:
-    """Sets signals, int32 at addresses, to a value.
-
-    The fence orders them after everything that this warpgroup has stored: who sees the signal sees
-    that too.
-    """
-
-    def lines(count: int) -> list[str]:
-        return ["fence.acq_rel.sys;", *(_STORE_INT32.format(n + 1) for n in range(count))]
-
-    @plgpu.inline_mgpu(arg_types=(SCALAR, *([ADDRESS] * len(addresses))))
-    def at(_, value, *words):
-        synchronize(WARPGROUP)
-        _in_one_thread(WARPGROUP, value, words, lines(len(words)))
-
-    at(value, *map(tuple, addresses))
 
 
 # What inline code consists of. Arguments are MLIR values here.
@@ -191,16 +137,7 @@ def llvm_pointer(words: Any, byte_offset: Any = None) -> Any:
     return llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), address)
 
 
-def _in_one_thread(
-    scope: ThreadScope, value: Any, addresses: Sequence[Any], lines: Sequence[str]
-) -> None:
-    """Executes PTX in one thread of the scope: $0 is the value, from $1 on are the addresses."""
-    operands = [value.registers.item(), *(llvm_pointer(words) for words in addresses)]
-    with utils.single_thread(scope=scope):
-        inline_ptx(None, operands, "\n".join(lines))
-
-
-def _lane_pointers(words: Any, count: int) -> list[Any]:
+def lane_pointers(words: Any, count: int) -> list[Any]:
     """Returns the pointers to a lane's `count` vectors of a contiguous array at an `Address`."""
     lane = arith.remui(gpu.thread_idx(), gpu.c(WARPGROUP_LANES, ir.IntegerType.get_signless(32)))
     i64 = ir.IntegerType.get_signless(64)

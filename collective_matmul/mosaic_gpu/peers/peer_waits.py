@@ -10,7 +10,6 @@ converged where one may have ended: each TMA copy would need more instructions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ from collective_matmul.mosaic_gpu.peers import symmetric_workspace
 from collective_matmul.mosaic_gpu.peers.peer_memory import (
     ADDRESS,
     SCALAR,
-    WARPGROUP,
     Address,
     ThreadScope,
     inline_ptx,
@@ -50,9 +48,6 @@ ADDRESS_BITS = 48
 POINTER_BYTES = 8
 
 # How a word at $0 is loaded, and p: whether it is not yet what $1 says.
-_SIGNAL_IS_BEHIND = """ld.acquire.sys.global.u32 seen, [$0];
-sub.s32 ahead, seen, $1;
-setp.lt.s32 p, ahead, 0;"""
 _COUNT_IS_LESS = """ld.relaxed.sys.global.u32 seen, [$0];
 setp.lt.u32 p, seen, $1;"""
 _TAG_DIFFERS = f"""ld.acquire.sys.global.b64 word, [$0];
@@ -63,7 +58,7 @@ setp.ne.u32 p, seen, $1;"""
 # $2 is the address of the device's report. One thread claims it; all wait until it has been read.
 _POLL = """{{
 .reg .pred p;
-.reg .b32 seen, ahead, polls, claimed;
+.reg .b32 seen, polls, claimed;
 .reg .b64 word, now, since, record;
 mov.b64 since, 0;
 NEXT:
@@ -100,7 +95,7 @@ DONE:
 }}"""
 _POLL_FOR_EVER = """{{
 .reg .pred p;
-.reg .b32 seen, ahead;
+.reg .b32 seen;
 .reg .b64 word;
 POLL:
 {missing}
@@ -122,23 +117,6 @@ class Awaited(NamedTuple):
     report: Address
 
 
-def wait_for_signals(value: Any, addresses: Sequence[Address], awaited: Awaited) -> None:
-    """Waits until each signal, an int32 at an address, has reached a value. Both may wrap around.
-
-    Afterwards this warpgroup sees all that peers have stored before they set their signals.
-    """
-    poll = _polling(_SIGNAL_IS_BEHIND, awaited)
-
-    @plgpu.inline_mgpu(arg_types=(SCALAR, ADDRESS, *([ADDRESS] * len(addresses))))
-    def at(_, value, report, *words):
-        with utils.single_thread(scope=WARPGROUP):
-            for address in words:
-                poll(llvm_pointer(address), value.registers.item(), report)
-        synchronize(WARPGROUP)
-
-    at(value, tuple(awaited.report), *map(tuple, addresses))
-
-
 def wait_for_count(semaphore: Any, count: Any, scope: ThreadScope, awaited: Awaited) -> None:
     """Waits until a semaphore, which keeps its value, is at least `count`.
 
@@ -150,7 +128,7 @@ def wait_for_count(semaphore: Any, count: Any, scope: ThreadScope, awaited: Awai
       scope: the threads that call this.
       awaited: what it counts.
     """
-    poll = _polling(_COUNT_IS_LESS, awaited)
+    poll = polling(_COUNT_IS_LESS, awaited)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, ADDRESS))
     def at(_, semaphore, count, report):
@@ -183,7 +161,7 @@ def poll_pointers(
       scope: the threads that call this. Each lane of a warp polls one pointer.
       awaited: what the sources publish.
     """
-    poll = _polling(_TAG_DIFFERS, awaited)
+    poll = polling(_TAG_DIFFERS, awaited)
 
     @plgpu.inline_mgpu(arg_types=(SCALAR, ADDRESS, ADDRESS))
     def at(_, epoch, first, report):
@@ -204,7 +182,7 @@ def poll_pointers(
     at(epoch, tuple(first), tuple(awaited.report))
 
 
-def _polling(missing: str, awaited: Awaited) -> Any:
+def polling(missing: str, awaited: Awaited) -> Any:
     """Returns ``poll(pointer, expected, report)``, which emits a loop of one thread or lane."""
     seconds = timeout_seconds()
     text = _poll_text(missing, awaited, seconds)

@@ -4,17 +4,17 @@ Every device has one workspace for each mesh axis along which it communicates. T
 same on all devices, so the pointer to a peer's workspace and an offset address any field of it. For
 an axis of D devices, a workspace holds:
 
-    signal pad   [D, EXCHANGE_BLOCKS]          int32, each in a cache line of its own
+    epochs       [EXCHANGE_BLOCKS]             int32, each in a cache line of its own
     regions      [PHASES, D, EXCHANGE_BLOCKS]  messages of one-shot exchanges, REGION_BYTES each
     mailboxes    [PHASES, D, RENDEZVOUS_BLOCKS]  pointers of a rendezvous, one cache line each
     report       whether a wait has taken too long, an int32, and the address of its record
 
 The dimension D is the *source*, counted along the axis from the workspace's own device: source s in
-the workspace of device d is device (d + s) % D. Row 0 of the signal pad holds the epochs of the
-device's own blocks: how many exchanges each has begun.
+the workspace of device d is device (d + s) % D. Epochs are those of the device's own blocks: how
+many exchanges each has begun.
 
 Workspaces are per axis because sources are: the second device along one axis is not the second
-along another, and their signals must not be mixed up.
+along another, and their messages must not be mixed up.
 
 In one process they are arrays of JAX. Devices of several processes have memory that these share,
 see `shared_memory`, which has another address in each process.
@@ -44,34 +44,31 @@ REGION_BYTES = 1 << 15
 #: The largest number of blocks in a rendezvous. A Hopper GPU has no more multiprocessors.
 RENDEZVOUS_BLOCKS = 144
 # Blocks poll and count in cache lines of their own.
-_SIGNAL_STRIDE_BYTES = 128
+_STRIDE_BYTES = 128
 #: Copies of regions and mailboxes, used in turn. A device may be one exchange, or one rendezvous,
 #: ahead of a peer that still reads what the device stored for the one before.
 PHASES = 2
+#: Every word of a region that no message has reached: see `self_signalled`.
+SENTINEL = -1
 #: Size of a report, and where it has the address.
 REPORT_BYTES, REPORT_POINTER_OFFSET = 16, 8
 
 
 def epoch_offset(block: Any) -> Any:
     """Returns the byte offset of the counter of a block's own exchanges."""
-    return block * _SIGNAL_STRIDE_BYTES
-
-
-def signal_offset(source: int, block: Any) -> Any:
-    """Returns the byte offset of the signal that a source, at least 1, sets for a block."""
-    return (source * EXCHANGE_BLOCKS + block) * _SIGNAL_STRIDE_BYTES
+    return block * _STRIDE_BYTES
 
 
 def region_offset(devices: int, phase: Any, source: Any, block: Any) -> Any:
     """Returns the byte offset of the region that a source stores a block's message in."""
-    signal_pad_bytes = devices * EXCHANGE_BLOCKS * _SIGNAL_STRIDE_BYTES
-    return signal_pad_bytes + ((phase * devices + source) * EXCHANGE_BLOCKS + block) * REGION_BYTES
+    first = EXCHANGE_BLOCKS * _STRIDE_BYTES
+    return first + ((phase * devices + source) * EXCHANGE_BLOCKS + block) * REGION_BYTES
 
 
 def mailbox_offset(devices: int, phase: Any, source: Any, block: Any) -> Any:
     """Returns the byte offset of the mailbox that a source publishes pointers to a block in."""
     start = region_offset(devices, PHASES, 0, 0)
-    return start + ((phase * devices + source) * RENDEZVOUS_BLOCKS + block) * _SIGNAL_STRIDE_BYTES
+    return start + ((phase * devices + source) * RENDEZVOUS_BLOCKS + block) * _STRIDE_BYTES
 
 
 def report_offset(devices: int) -> int:
@@ -185,10 +182,16 @@ def _allocate(devices: tuple[Any, ...], shape: tuple[int, ...], axis: int) -> Wo
             if len({device.process_index for device in devices}) > 1:
                 name = _shared_name(devices, shape, axis)
                 made = shared_memory.share_on_nodes(
-                    name, devices, size, lambda device: _initial(size, device).tobytes()
+                    name,
+                    devices,
+                    size,
+                    lambda device: _initial(size, shape[axis], device).tobytes(),
                 )
             else:
-                arrays = [jax.device_put(_initial(size, device), device) for device in devices]
+                arrays = [
+                    jax.device_put(_initial(size, shape[axis], device), device)
+                    for device in devices
+                ]
                 jax.block_until_ready(arrays)
                 made = _OfOneProcess(dict(zip(devices, arrays, strict=True)))
             _allocated[devices, shape, axis] = made
@@ -201,8 +204,13 @@ def _shared_name(devices: tuple[Any, ...], shape: tuple[int, ...], axis: int) ->
     return f"workspace/{hashlib.sha256(description.encode()).hexdigest()[:32]}"
 
 
-def _initial(size: int, device: Any) -> np.ndarray:
-    """Returns a workspace of `size` bytes as int32: zeros, and the address in the report."""
+def _initial(size: int, devices: int, device: Any) -> np.ndarray:
+    """Returns a workspace of `size` bytes as int32, for an axis of `devices`.
+
+    Regions are ready for messages, the report has its address, and all else is zero.
+    """
     words = np.zeros(size // 4, np.int32)
+    first, end = (region_offset(devices, phase, 0, 0) for phase in (0, PHASES))
+    words[first // 4 : end // 4] = SENTINEL
     words[-2:] = np.array([timeout_reports.allocate(device)], np.uint64).view(np.int32)
     return words

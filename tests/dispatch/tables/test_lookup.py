@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from collective_matmul.dispatch.contract import Prediction
 from collective_matmul.dispatch.tables.lookup import Comparison, look_up
 from collective_matmul.dispatch.tables.table import Entry, Table
 from collective_matmul.operands.format import format_named
@@ -168,6 +169,29 @@ def test_times_of_a_layer_are_interpolated(rows: int, xla: float, ring: float) -
     assert prediction is not None
     assert prediction.reference_seconds == pytest.approx(1e-6 * xla, rel=1e-3)
     assert prediction.seconds == pytest.approx(1e-6 * ring, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["xla", "ring"])
+def test_models_say_how_times_change_between_entries(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They predict half of what was measured at one end, and all of it at the other.
+
+    Where only one of both backends has a model, both times are interpolated without one.
+    """
+    predicted = {2048: 50e-6, 2896: 150e-6, 4096: 200e-6}
+
+    def predict(site: Site) -> Prediction:
+        return Prediction(predicted[site.product_rows], 0.0, "a model")
+
+    sites = {rows: layer(rows) for rows in predicted}
+    small, large = entry(xla=100, ring=100), entry(xla=200, ring=200)
+    for patched, seconds in (("ring", 100e-6), ("xla", 150e-6)):
+        monkeypatch.setattr(sites[2048].backends[patched], "predict", predict)
+        found = look_up_in(sites[2896], (sites[2048], small), (sites[4096], large))
+        assert found is not None
+        time = found.seconds if name == "ring" else found.reference_seconds
+        assert time == pytest.approx(seconds * 2**0.5, rel=1e-3)
 
 
 def test_the_smaller_gain_counts_if_it_is_a_loss() -> None:

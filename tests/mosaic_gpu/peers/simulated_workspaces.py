@@ -142,6 +142,17 @@ def assert_mistake_is_found(
                 simulation.assert_results()
 
 
+def assert_initial(words: np.ndarray, devices: int) -> None:
+    """Asserts that regions of a workspace are ready for messages, and all before them is zero.
+
+    Of what follows them, that is all but the report.
+    """
+    phases = symmetric_workspace.PHASES
+    first, end = (symmetric_workspace.region_offset(devices, p, 0, 0) // 4 for p in (0, phases))
+    assert (words[first:end] == symmetric_workspace.SENTINEL).all()
+    assert not words[:first].any() and not words[end:-2].any()
+
+
 def as_int32(value: int) -> np.ndarray:
     """Returns a value as an int32 that has wrapped around."""
     return np.array([value], np.int64).view(np.int32)[:1]

@@ -50,6 +50,7 @@ from tests.mosaic_gpu.peers.simulated_driver import (
     OUT_OF_MEMORY,
     SimulatedDriver,
 )
+from tests.mosaic_gpu.peers.simulated_workspaces import assert_initial
 from tests.mosaic_gpu.peers.two_processes import run_two_processes
 
 Patch = pytest.MonkeyPatch
@@ -486,7 +487,7 @@ def test_workspaces_of_several_processes(
             name,
             node.devices,
             size,
-            lambda device: symmetric_workspace._initial(size, device).tobytes(),
+            lambda device: symmetric_workspace._initial(size, shape[axis], device).tobytes(),
         )
     )
     tables = []
@@ -502,7 +503,7 @@ def test_workspaces_of_several_processes(
         for address, owner in zip(addresses, along, strict=True):
             assert shared[0].address(owner, device.process_index) == address
             words = np.frombuffer(_memory(address, size), np.int32)
-            assert not words[:-2].any()
+            assert_initial(words, shape[axis])
             assert int(words[-2:].view(np.uint64)[0]) == 1 << 40 | owner.id
 
 

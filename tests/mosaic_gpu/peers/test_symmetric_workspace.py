@@ -21,6 +21,7 @@ from collective_matmul._compat import device_constant
 from collective_matmul.mosaic_gpu.peers import rendezvous, symmetric_workspace, timeout_reports
 from collective_matmul.mosaic_gpu.peers.peer_memory import VECTOR_BYTES
 from collective_matmul.mosaic_gpu.peers.rendezvous import MAX_BUFFERS, POINTER_BYTES
+from tests.mosaic_gpu.peers.simulated_workspaces import assert_initial
 
 Patch = pytest.MonkeyPatch
 
@@ -32,7 +33,7 @@ both_vma = pytest.mark.parametrize("check_vma", [False, True])
 
 @pytest.mark.parametrize("devices", range(2, 9))
 def test_nothing_overlaps(devices: int) -> None:
-    """Signals, messages of every phase, source and block, and mailboxes."""
+    """Epochs, messages of every phase, source and block, and mailboxes."""
     blocks, rendezvous_blocks = (
         np.arange(symmetric_workspace.EXCHANGE_BLOCKS),
         np.arange(symmetric_workspace.RENDEZVOUS_BLOCKS),
@@ -41,7 +42,6 @@ def test_nothing_overlaps(devices: int) -> None:
     mailbox = MAX_BUFFERS * POINTER_BYTES
     places = [
         (symmetric_workspace.epoch_offset(blocks), 4),
-        *((symmetric_workspace.signal_offset(source, blocks), 4) for source in range(1, devices)),
         *(
             (
                 symmetric_workspace.region_offset(devices, *source, blocks),
@@ -103,7 +103,9 @@ def spaces(_few_blocks: None, monkeypatch: Patch) -> list[Space]:
     made: list[Space] = []
 
     def put(value: np.ndarray, device: Any) -> Space:
-        assert value.dtype == np.int32 and not value[:-4].any()
+        assert value.dtype == np.int32
+        sizes = {symmetric_workspace.workspace_bytes(count): count for count in range(1, 9)}
+        assert_initial(value, sizes[value.nbytes])
         assert int(value[-2:].view(np.uint64)[0]) == RECORD + id(device)
         space = Space(device, 0xFFF0_0000_0000_0000 + (len(made) + 1) * 0x8000_0010)
         made.append(space)

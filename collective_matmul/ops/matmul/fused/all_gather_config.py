@@ -5,6 +5,7 @@ A *box* is the region that one bulk copy moves, as in CUDA's tensor maps: some r
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -173,23 +174,23 @@ class AllGatherConfig:
         """Messages that a shard is sent in."""
         return self.problem.planes * self.boxes_per_plane // self.boxes_per_message
 
-    @property
+    @functools.cached_property
     def matmul(self) -> MatmulProblem:
         """The matmul of all shards."""
         return self.problem.matmul(self.tiles_span_shards)
 
-    @property
+    @functools.cached_property
     def grid_m(self) -> int:
         """Tiles along the rows of a plane."""
         return math.ceil(self.matmul.m / (self.tiling.tile_m * self.tiling.cluster[0]))
 
-    @property
+    @functools.cached_property
     def grid_n(self) -> int:
         """Tiles along the columns of all results."""
         columns = self.tiling.tile_n * self.tiling.cluster[1]
         return sum(math.ceil(n / columns) for n in self.problem.n)
 
-    @property
+    @functools.cached_property
     def tile_count(self) -> int:
         """Tiles of all results."""
         return self.matmul.batch * self.grid_m * self.grid_n

@@ -192,14 +192,18 @@ def ranked(
         model errs most about it.
       variations: returns the variations of a configuration.
     """
-    alike: dict[Hashable, list[C]] = {}
-    for config in sorted(configs, key=predicted):
-        alike.setdefault(sizes(config), []).append(config)
-    scored = [
-        (predicted(config) * _DOUBT**number, config)
-        for group in alike.values()
-        for number, config in enumerate(itertools.chain(group, *map(variations, group)))
-    ]
+    alike: dict[Hashable, list[tuple[float, C]]] = {}
+    timed = [(predicted(config), config) for config in configs]
+    for pair in sorted(timed, key=lambda pair: pair[0]):
+        alike.setdefault(sizes(pair[1]), []).append(pair)
+    scored = []
+    for group in alike.values():
+        varied = (v for _, config in group for v in variations(config))
+        others = ((predicted(config), config) for config in varied)
+        scored += [
+            (seconds * _DOUBT**number, config)
+            for number, (seconds, config) in enumerate(itertools.chain(group, others))
+        ]
     return tuple(config for _, config in sorted(scored, key=lambda pair: pair[0]))
 
 

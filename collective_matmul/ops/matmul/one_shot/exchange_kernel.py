@@ -5,14 +5,14 @@ The algorithm, the same on all devices, and for every block on its own:
 1. The block counts its epoch, which numbers its exchanges. Its parity selects one of two phases of
    the symmetric workspaces.
 2. It stores its message to each peer in the peer's workspace, at an address that was compiled into
-   the program. Then it sets its signal at each peer to the epoch.
-3. It waits until the signals of all peers have reached the epoch here, loads their messages, and
-   stores the result.
+   the program. No signal follows: see `self_signalled`.
+3. It takes the messages of all peers from its own workspace, each when it is there, and stores the
+   result. Taking a message leaves the region ready for the next one.
 
 Invariant: nobody waits before storing, since a region is stored to again only two exchanges later,
-when its owner has read it. Proof: who begins exchange e + 2 has ended e + 1, in which every peer
-set its signal to e + 1. A peer does that after it has ended e, and loaded all that e had left in
-the region.
+when its owner has taken what was in it. Proof: who begins exchange e + 2 has ended e + 1, in which
+it took a message of every peer. A peer sends that in a launch after the one in which it has taken
+all that e had left in the region.
 
 All devices of an axis must execute their exchanges in the same order. Within one program they do.
 Across programs that is up to whoever launches them: XLA does not know that the kernels communicate.
@@ -37,15 +37,15 @@ from collective_matmul.mosaic_gpu import requirements
 from collective_matmul.mosaic_gpu.peers import symmetric_workspace
 from collective_matmul.mosaic_gpu.peers.peer_memory import (
     VECTOR_BYTES,
+    WARPGROUP,
     WARPGROUP_LANES,
     Address,
     layout,
-    load,
     load_int32,
-    set_signals,
-    store,
+    store_int32,
 )
-from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited, wait_for_signals
+from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited
+from collective_matmul.mosaic_gpu.peers.self_signalled import store_message, take_message
 from collective_matmul.mosaic_gpu.race_injection import delay_warpgroup, race_delay_steps
 from collective_matmul.mosaic_gpu.requirements import Array
 
@@ -62,7 +62,11 @@ MOST_BYTES = symmetric_workspace.EXCHANGE_BLOCKS * symmetric_workspace.REGION_BY
 
 
 def all_gather(
-    x: jax.Array, axis_name: str, *, replicated: bool = False, race_delays: bool = False
+    x: jax.Array,
+    axis_name: str,
+    *,
+    replicated: bool = False,
+    race_delays: bool = False,
 ) -> jax.Array:
     """Computes ``lax.all_gather(x, axis_name)``. Called inside `jax.shard_map`.
 
@@ -70,8 +74,8 @@ def all_gather(
       x: this device's shard, [...], bfloat16 or float16, of at most `MOST_BYTES`.
       axis_name: a mesh axis of D devices of one node.
       replicated: whether the result is typed as replicated over the axis.
-      race_delays: whether blocks wait for random times before they signal, so that races show. For
-        tests.
+      race_delays: whether blocks wait for random times before they send and before they receive, so
+        that races show. For tests.
 
     Returns:
       [D, ...].
@@ -219,24 +223,27 @@ class Exchange:
             phase = epoch & (symmetric_workspace.PHASES - 1)
             return workspace.plus(symmetric_workspace.region_offset(devices, phase, source, block))
 
-        def signal(workspace: Address, source: int) -> Address:
-            return workspace.plus(symmetric_workspace.signal_offset(source, block))
-
         # For the device at an offset, this device is the source at minus that offset.
         sources = [-offset % devices for offset in range(devices)]
         regions = list(map(region, workspaces, sources))
+        self.delay(axis_index, epoch, block)
         # No wait before these stores: see the invariant at the top of this file.
         self.for_boxes(functools.partial(self.send, x, y, axis_index, regions))
-        if self.race_delays:
-            delay_warpgroup(race_delay_steps(axis_index, epoch, block))
-        # Signals are set after all stores of this block. The block's own epoch is stored with them.
-        set_signals(epoch, [epoch_counter, *map(signal, workspaces[1:], sources[1:])])
+        store_int32(epoch_counter, epoch, WARPGROUP)
+        self.delay(axis_index, epoch + 1, block)
         report = own_workspace.plus(symmetric_workspace.report_offset(devices))
         awaited = Awaited(f"one_shot_{self.kind}", "messages of peers", report)
-        signals = [signal(own_workspace, source) for source in range(1, devices)]
-        wait_for_signals(epoch, signals, awaited)
-        own_region = functools.partial(region, own_workspace)
-        self.for_boxes(functools.partial(self.receive, x, y, axis_index, own_region))
+
+        def take(source: Any, box_offset: int) -> jax.Array:
+            address = region(own_workspace, source).plus(box_offset)
+            return take_message(epoch, address, x.shape[-1:], x.dtype, awaited)
+
+        self.for_boxes(functools.partial(self.receive, x, y, axis_index, take))
+
+    def delay(self, axis_index: Any, number: Any, block: Any) -> None:
+        """Waits for a random time if tests ask for that."""
+        if self.race_delays:
+            delay_warpgroup(race_delay_steps(axis_index, number, block))
 
     def for_boxes(self, act: Callable[[Any, int], None]) -> None:
         """Calls ``act(box, offset)`` for each box of this block.
@@ -260,32 +267,34 @@ class Exchange:
           box: the index of the box.
           box_offset: the byte offset of the box in each region.
         """
-        for offset, peer_region in enumerate(regions):
-            if self.kind == "scatter":
-                if offset == 0:
-                    continue
+        peers = list(enumerate(regions))[1:]
+        if self.kind == "scatter":
+            for offset, peer_region in peers:
                 value = self.load(x.at[self.device_at(axis_index, offset), box])
-            elif offset == 0:
-                value = self.load(x.at[box])
-            if self.kind == "gather" and offset == 0:
-                y[axis_index, box] = value
-            else:
-                store(peer_region.plus(box_offset), value)
+                store_message(peer_region.plus(box_offset), value)
+            return
+        value = self.load(x.at[box])
+        for _, peer_region in peers:
+            store_message(peer_region.plus(box_offset), value)
+        if self.kind == "gather":
+            y[axis_index, box] = value
+        else:
+            store_message(regions[0].plus(box_offset), value)
 
-    def receive(self, x, y, axis_index, region: Callable, box, box_offset: int) -> None:
-        """Loads a box of all sources and stores the result.
+    def receive(self, x, y, axis_index, take: Callable, box, box_offset: int) -> None:
+        """Takes a box of all sources and stores the result.
 
         Args:
           x: see `run`.
           y: see `run`.
           axis_index: the index of this device.
-          region: returns this block's region of a source.
+          take: returns what this block has received from a source at a byte offset.
           box: the index of the box.
           box_offset: the byte offset of the box in each region.
         """
 
         def load_from(source: Any) -> jax.Array:
-            return load(region(source).plus(box_offset), x.shape[-1:], x.dtype)
+            return take(source, box_offset)
 
         if self.kind == "gather":
             for source in range(1, self.devices):
@@ -312,5 +321,5 @@ class Exchange:
         return lax.rem(axis_index + offset, self.devices)
 
     def load(self, box_ref: Any) -> jax.Array:
-        """Returns a box of an array of this device, in the layout that `store` takes."""
+        """Returns a box of an array of this device, in the layout that `store_message` takes."""
         return plgpu.load(box_ref, layout=layout(box_ref.shape, box_ref.dtype), optimized=False)

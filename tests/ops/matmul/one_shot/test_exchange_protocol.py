@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from collective_matmul.mosaic_gpu.peers import symmetric_workspace
-from collective_matmul.mosaic_gpu.peers.peer_memory import Address
+from collective_matmul.mosaic_gpu.peers.peer_memory import WARPGROUP, Address
 from collective_matmul.mosaic_gpu.peers.peer_waits import Awaited
 from collective_matmul.ops.matmul.one_shot import exchange_kernel
 from collective_matmul.ops.matmul.one_shot.exchange_kernel import Exchange, Kind
@@ -25,6 +25,8 @@ Patch = pytest.MonkeyPatch
 
 BLOCKS = 3
 BOX = exchange_kernel._LARGEST_BOX // 2
+#: Parts of a message that arrive at different times.
+PARTS = 2
 #: Values to sum. Their float32 sum depends on the order of the terms.
 VALUES = np.array([8192, -8192, 2.0**-14, 1, 3], np.float16)
 
@@ -45,11 +47,10 @@ class ExchangeSimulation(WorkspaceSimulation):
     """Devices that exchange boxes."""
 
     def __init__(self, devices: int, launches: Sequence[Launch], seed: int, epoch: int = 0):
-        # Bytes of NaNs.
-        super().__init__(devices, BLOCKS, launches, seed, 0xFF)
+        super().__init__(devices, BLOCKS, launches, seed, symmetric_workspace.SENTINEL & 0xFF)
         for memory in self.memory:
             words = memory[: symmetric_workspace.region_offset(devices, 0, 0, 0)].view(np.int32)
-            words[:: symmetric_workspace._SIGNAL_STRIDE_BYTES // 4] = epoch
+            words[:: symmetric_workspace._STRIDE_BYTES // 4] = epoch
         draw = np.random.default_rng(seed)
         self.xs, self.ys = [], []
         for kind, boxes, _ in launches:
@@ -61,31 +62,48 @@ class ExchangeSimulation(WorkspaceSimulation):
         launch = self.launches[number]
         if block < launch.blocks:
             x, y = (Reference.to(arrays[number][device]) for arrays in (self.xs, self.ys))
-            Exchange(launch.kind, self.devices, launch.boxes, launch.race_delays).run(words, x, y)
+            exchange = Exchange(launch.kind, self.devices, launch.boxes, launch.race_delays)
+            exchange.run(words, x, y)
 
     # The primitives.
 
-    def load_from(self, address: Address, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def store_message(self, address: Address, value: np.ndarray) -> None:
+        """Stores the parts of a message, which arrive in any order."""
         self.here().wait()
-        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return self.bytes_at(address, count)[1].view(dtype).reshape(shape).copy()
+        for number, part in enumerate(np.split(value, PARTS)):
+            self.send(address.plus(number * part.nbytes), part)
 
-    def store_at(self, address: Address, value: np.ndarray) -> None:
-        self.here().wait()
-        self.send(address, value)
-
-    def set_signals(self, value: int, addresses: Sequence[Address]) -> None:
-        self.here().wait()
-        before = self.sent()
-        for address in addresses:
-            self.send(address, as_int32(value), before)
-
-    def wait_for_signals(self, value: int, addresses: Sequence[Address], awaited: Awaited) -> None:
-        def arrived(address: Address) -> bool:
-            return (self.word(address) - value) % (1 << 32) < 1 << 31
-
+    def take_message(
+        self,
+        epoch: int,
+        address: Address,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        awaited: Awaited,
+    ) -> np.ndarray:
+        words = self.words_of_message(address, shape, dtype)
         self.assert_reported_here(awaited)
-        self.here().wait(lambda: all(map(arrived, addresses)))
+        self.here().wait(lambda: not self.is_missing(words))
+        message = words.view(dtype).reshape(shape).copy()
+        self.here().wait()
+        self.empty(words)
+        return message
+
+    def words_of_message(
+        self, address: Address, shape: tuple[int, ...], dtype: np.dtype
+    ) -> np.ndarray:
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self.bytes_at(address, count)[1].view(np.int32)
+
+    def is_missing(self, words: np.ndarray) -> bool:
+        return bool((words == symmetric_workspace.SENTINEL).any())
+
+    def empty(self, words: np.ndarray) -> None:
+        words[...] = symmetric_workspace.SENTINEL
+
+    def store_int32(self, address: Address, value: int, scope: Any) -> None:
+        assert scope is WARPGROUP
+        self.send(address, as_int32(value))
 
     def axis_size(self, axis: str) -> int:
         assert axis == "block"
@@ -97,11 +115,10 @@ class ExchangeSimulation(WorkspaceSimulation):
         monkeypatch.setattr(exchange_kernel, "plgpu", SimpleNamespace(load=read))
         primitives = {
             "layout": lambda shape, dtype: None,
-            "load": self.load_from,
-            "store": self.store_at,
             "load_int32": self.load_int32,
-            "set_signals": self.set_signals,
-            "wait_for_signals": self.wait_for_signals,
+            "store_int32": self.store_int32,
+            "store_message": self.store_message,
+            "take_message": self.take_message,
             "race_delay_steps": lambda *seed: sum(seed) % 3,
             "delay_warpgroup": lambda steps: [self.here().wait() for _ in range(steps)],
         }
@@ -172,31 +189,22 @@ def one_phase(monkeypatch: Patch) -> None:
 
 
 def own_exchanges_are_not_counted(monkeypatch: Patch) -> None:
-    set_signals = exchange_kernel.set_signals
+    monkeypatch.setattr(exchange_kernel, "store_int32", lambda *_: None)
+
+
+def messages_are_not_waited_for(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(ExchangeSimulation, "is_missing", lambda *_: False)
+
+
+def only_the_last_word_is_waited_for(monkeypatch: Patch) -> None:
+    is_missing = ExchangeSimulation.is_missing
     monkeypatch.setattr(
-        exchange_kernel, "set_signals", lambda value, to: set_signals(value, to[1:])
+        ExchangeSimulation, "is_missing", lambda self, words: is_missing(self, words[-1:])
     )
 
 
-def signals_are_not_ordered_after_stores(monkeypatch: Patch) -> None:
-    send = ExchangeSimulation.send
-    monkeypatch.setattr(ExchangeSimulation, "send", lambda *args: send(*args[:3]))
-
-
-def the_previous_epoch_is_waited_for(monkeypatch: Patch) -> None:
-    wait_for_signals = exchange_kernel.wait_for_signals
-    monkeypatch.setattr(
-        exchange_kernel, "wait_for_signals", lambda value, *rest: wait_for_signals(value - 1, *rest)
-    )
-
-
-def only_some_peers_are_waited_for(monkeypatch: Patch) -> None:
-    wait_for_signals = exchange_kernel.wait_for_signals
-    monkeypatch.setattr(
-        exchange_kernel,
-        "wait_for_signals",
-        lambda value, at, awaited: wait_for_signals(value, at[1:], awaited),
-    )
+def taken_messages_stay(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(ExchangeSimulation, "empty", lambda *_: None)
 
 
 def devices_in_the_wrong_direction(monkeypatch: Patch) -> None:
@@ -205,18 +213,13 @@ def devices_in_the_wrong_direction(monkeypatch: Patch) -> None:
     )
 
 
-def sources_share_a_signal(monkeypatch: Patch) -> None:
-    signal_offset = symmetric_workspace.signal_offset
-    monkeypatch.setattr(
-        symmetric_workspace, "signal_offset", lambda source, block: signal_offset(1, block)
-    )
+def sources_share_a_region(monkeypatch: Patch) -> None:
+    region_offset = symmetric_workspace.region_offset
 
+    def shared(devices: int, phase: int, source: int, block: int) -> int:
+        return region_offset(devices, phase, min(source, 1), block)
 
-def blocks_share_a_signal(monkeypatch: Patch) -> None:
-    signal_offset = symmetric_workspace.signal_offset
-    monkeypatch.setattr(
-        symmetric_workspace, "signal_offset", lambda source, block: signal_offset(source, 0)
-    )
+    monkeypatch.setattr(symmetric_workspace, "region_offset", shared)
 
 
 def blocks_share_a_region(monkeypatch: Patch) -> None:
@@ -233,12 +236,11 @@ def blocks_share_a_region(monkeypatch: Patch) -> None:
     [
         one_phase,
         own_exchanges_are_not_counted,
-        signals_are_not_ordered_after_stores,
-        the_previous_epoch_is_waited_for,
-        only_some_peers_are_waited_for,
+        messages_are_not_waited_for,
+        only_the_last_word_is_waited_for,
+        taken_messages_stay,
         devices_in_the_wrong_direction,
-        sources_share_a_signal,
-        blocks_share_a_signal,
+        sources_share_a_region,
         blocks_share_a_region,
     ],
 )
