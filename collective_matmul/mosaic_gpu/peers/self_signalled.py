@@ -137,7 +137,7 @@ def _load_vectors(pointers: Sequence[Any]) -> list[Any]:
     lines.append(f"setp.eq.s32 p, $0, {SENTINEL};")
     lines += [f"setp.eq.or.s32 p, ${word}, {SENTINEL}, p;" for word in range(1, count)]
     body = "\n".join(lines)
-    loaded = llvm.inline_asm(
+    loaded: Any = llvm.inline_asm(
         ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>"),
         list(pointers),
         f"{{\n.reg .pred p;\nLOAD:\n{body}\n@p bra LOAD;\n}}",

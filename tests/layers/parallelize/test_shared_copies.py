@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +52,7 @@ def test_they_share_one_gather(make_mesh, library):
     else:
         model = OfLinen()
         variables = model.init(jax.random.key(0), x)
-        expected = model.apply(variables, x)
+        expected: Any = model.apply(variables, x)
         parallel = parallelize(model, PLAN, mesh=mesh, implementation="ring")
         call = jax.jit(lambda _, x: parallel.apply(variables, x))
     arguments = model if library == "nnx" else None, x

@@ -87,8 +87,8 @@ X = jnp.ones((N, N))
         (lambda w, x: x @ w, (0, 0)),
         # The sum reads what the matmul stored, and nothing in between is stored.
         (lambda w, x: jnp.sum(jnp.tanh(x @ w) * 2), (1, 0)),
-        # What a matmul reads is stored: one product, and the sum of both in its place.
-        (lambda w, x: jnp.tanh(x @ w) @ w, (1, 0)),
+        # What a matmul reads is stored, and not in the place of another's product.
+        (lambda w, x: jnp.tanh(x @ w) @ w, (2, 0)),
         # Two products at one time.
         (lambda w, x: ((x @ w) @ (w @ x)).sum(), (3, 0)),
         # A weight that was cast, [N, N] in half precision, and the product in it.
@@ -102,7 +102,7 @@ X = jnp.ones((N, N))
         (lambda w, x: jnp.sum(jax.jit(lambda a: jnp.tanh(a @ w))(x)), (1, 0)),
         # A sum that goes through a barrier is stored, not its terms; then three products.
         (lambda w, x: jnp.sum(barrier(x @ w + w @ x) * ((x @ x) @ (w @ w))), (4, 1)),
-        # The sum is stored in place of one of two products, beside the two others.
+        # The sum is stored instead of its terms, beside the product between its readers.
         (summed, (1 + 3, 0)),
         # The first product stays to the end, beside two of the chain.
         (postponing, (3, 0)),
