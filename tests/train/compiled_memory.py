@@ -1,7 +1,9 @@
 """Memory of compiled steps beside what the dry run predicts, for Llama 3 8B on two GPUs.
 
 ``python -m tests.train.compiled_memory`` prints a table. Without two GPUs, XLA compiles for two
-H200 by their description: nothing runs, and JAX needs its CUDA build all the same.
+H200 by their description: nothing runs, and JAX needs its CUDA build all the same. Without GPUs to
+measure on, XLA takes Triton's matmuls and fuses more into them than on GPUs; with
+``XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`` it allocates what it does there.
 """
 
 from __future__ import annotations

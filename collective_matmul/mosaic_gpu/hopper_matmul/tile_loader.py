@@ -130,8 +130,8 @@ class TileLoader(TileScheduler):
             first = self.first_step(tile.tile_idx)
             for p, steps in enumerate(self.plane_steps):
                 x, w = self.xs[p], self.ws[p][q]
-                read_w = reader(ws[p][q], w, indices, tile.batch, pl.ds(column, columns))
                 load_x = self.load_of_x(xs[p], x, indices, tile, x_stages)
+                read_w = reader(ws[p][q], w, indices, tile.batch, pl.ds(column, columns))
                 loads = [load_x, Load(read_w, stages.w, w_axis)]
                 load = functools.partial(self.load_k_blocks, first, steps, loads, stages)
                 count = self.contracted_planes * steps
