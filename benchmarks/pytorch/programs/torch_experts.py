@@ -36,8 +36,8 @@ from benchmarks.pytorch.torch_programs import (
 #: The ways to run each candidate. "compiled" is one program with its collectives, whose sizes do
 #: not depend on the routing; "compiled parts", those between collectives and what the host reads.
 WAYS = {
-    "torch_all_to_all": ("compiled parts",),
-    "torch_all_gather": ("compiled", "compiled parts"),
+    "torch_all_to_all": ("compiled parts", "eager"),
+    "torch_all_gather": ("compiled", "compiled parts", "eager"),
 }
 #: Tokens of each device whose results are checked.
 CHECKED_TOKENS = 64
@@ -146,7 +146,7 @@ def _weighted_sums(y: Tensor, weights: Tensor, rows: Rows, pairs: Rows) -> Tenso
 
 
 class ExpertCollectives:
-    """Differentiable collectives of all devices, which the compiler knows."""
+    """Differentiable collectives of all devices, of those that the compiler knows."""
 
     def __init__(self, place: Place):
         self.place = place
@@ -154,22 +154,71 @@ class ExpertCollectives:
 
     def gather(self, x: Tensor) -> Tensor:
         """[n, ...] of each device to [D n, ...]."""
-        return self._run("all_gather_into_tensor", x, self.place.devices)
+        return _Gather.apply(x, self)  # pyright: ignore[reportReturnType]
 
     def scatter(self, x: Tensor) -> Tensor:
         """[D n, ...] to [n, ...], a part of the sum."""
-        return self._run("reduce_scatter_tensor", x, "sum", self.place.devices)
+        return _Scatter.apply(x, self)  # pyright: ignore[reportReturnType]
 
     def exchange(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
         """So many rows from each device, and to each."""
-        return self._run("all_to_all_single", x, received, sent)
+        return _Exchange.apply(x, received, sent, self)  # pyright: ignore[reportReturnType]
 
-    def _run(self, name: str, x: Tensor, *arguments: Any) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         if self.place.devices == 1:
             return x
-        operator = getattr(torch.ops._c10d_functional_autograd, name)
-        pending = operator(x.contiguous(), *arguments, self.group)
+        function = torch.ops._c10d_functional.all_gather_into_tensor
+        return self._wait(function(x.contiguous(), self.place.devices, self.group))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        if self.place.devices == 1:
+            return x
+        function = torch.ops._c10d_functional.reduce_scatter_tensor
+        return self._wait(function(x.contiguous(), "sum", self.place.devices, self.group))
+
+    def all_to_all(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        if self.place.devices == 1:
+            return x
+        function = torch.ops._c10d_functional.all_to_all_single
+        return self._wait(function(x.contiguous(), received, sent, self.group))
+
+    def _wait(self, pending: Tensor) -> Tensor:
         return torch.ops._c10d_functional.wait_tensor(pending)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, collectives: ExpertCollectives) -> Tensor:
+        ctx.collectives = collectives
+        return collectives.all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Any) -> Any:
+        return ctx.collectives.reduce_scatter(*dy), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, collectives: ExpertCollectives) -> Tensor:
+        ctx.collectives = collectives
+        return collectives.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Any) -> Any:
+        return ctx.collectives.all_gather(*dy), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, received: Any, sent: Any, collectives: ExpertCollectives
+    ) -> Tensor:
+        ctx.sizes, ctx.collectives = (sent, received), collectives
+        return collectives.all_to_all(x, received, sent)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Any) -> Any:
+        return ctx.collectives.all_to_all(*dy, *ctx.sizes), None, None, None
 
 
 class AllToAll:
@@ -190,7 +239,7 @@ class AllToAll:
         devices = self.collectives.place.devices
         rows, tokens, pairs, counts = self.route(x, ids)
         equal = [self.experts // devices] * devices
-        arriving = self.collectives.exchange(counts, equal, equal)
+        arriving = self.collectives.all_to_all(counts, equal, equal)
         sizes = torch.stack([arriving, counts]).view(2, devices, -1).sum(2)
         received, sent = sizes.tolist()  # The host waits for the device here.
         rows = self.collectives.exchange(rows, received, sent)
@@ -232,7 +281,7 @@ class AllGather:
 
     def __call__(self, x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> Tensor:
         gather = self.collectives.gather
-        order, places, ends = self.route(gather(ids), len(gate))
+        order, places, ends = self.route(self.collectives.all_gather(ids), len(gate))
         rows = len(order) if self.static else int(ends[-1])
         y = self.compute(gather(x), gather(weights), order[:rows], places, ends, gate, up, down)
         return self.collectives.scatter(y)
@@ -262,12 +311,15 @@ def layer_of(name: str, way: str, place: Place, experts: int, compiler: str) -> 
     def compiled(function: Callable) -> Callable:
         return torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)
 
+    def unchanged(function: Callable) -> Callable:
+        return function
+
     collectives = ExpertCollectives(place)
+    parts = compiled if way == "compiled parts" else unchanged
     if name == "torch_all_to_all":
-        return AllToAll(collectives, experts, compiled)
-    if way == "compiled parts":
-        return AllGather(collectives, compiled, static=False)
-    return compiled(AllGather(collectives, lambda function: function, static=True).__call__)
+        return AllToAll(collectives, experts, parts)
+    layer = AllGather(collectives, parts, static=way == "compiled")
+    return compiled(layer.__call__) if way == "compiled" else layer
 
 
 def run_of(layer: Layer, arguments: Arguments, *, differentiated: bool) -> Run:

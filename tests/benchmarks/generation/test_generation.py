@@ -93,7 +93,7 @@ def test_tables_have_all_candidates_and_the_gain_over_each(content: dict[str, An
     groups = [f"fastest of {name}" for name in ("JAX's collectives", "PyTorch")]
     assert header == f"| batch |  | {' | '.join(columns + groups)} |"
     assert decode == "| 1 | decode | 1.50× | 1.25× | 3.00× | 2.00× | 1.25× | 2.00× |"
-    assert "- batch 1, torch: attention by matmuls" in notes
+    assert "- batch 1, torch: eager (ms: eager 2.000)" in notes
     assert "- batch 2, wrong: wrong: " in notes
 
 

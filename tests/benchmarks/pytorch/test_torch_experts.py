@@ -68,7 +68,7 @@ def test_all_ways_agree_with_the_float32_reference(tmp_path: Path) -> None:
     assert COMMAND.main(["--layers", TINY, *options, "--output", str(output)]) == 0
     results = json.loads(output.read_text())["results"]
     assert {result["candidate"] for result in results} == {*EXPERT_NAMES}
-    assert len(results) == 6
+    assert len(results) == 10
     for result in results:
         assert len(result["samples"]) == 2
         assert 0 < result["relative_error"] < 0.02
