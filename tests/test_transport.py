@@ -38,7 +38,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
     def patch(processes_of_nodes: Sequence[int], per_process: int) -> None:
         node_of_process = [node for node, n in enumerate(processes_of_nodes) for _ in range(n)]
         devices = [
-            SimpleNamespace(id=number, process_index=process, slice_index=node)
+            SimpleNamespace(
+                id=number,
+                process_index=process,
+                slice_index=node,
+                platform="cpu",
+                device_kind="cpu",
+            )
             for process, node in enumerate(node_of_process)
             for number in range(process * per_process, (process + 1) * per_process)
         ]

@@ -166,7 +166,8 @@ def test_memory_is_near_what_a_dry_run_traces(name: str) -> None:
     traced = memory_of(run, make_abstract_mesh(sizes, GPUS["H100"].device), local_devices=8)
     estimate = predict_memory(run, sizes)
     assert estimate.state == pytest.approx(traced.state, rel=0.002)
-    assert 0.95 <= estimate.total / traced.total <= 1.10
+    # The dry run counts both of logits and their gradient at any moment.
+    assert 0.91 <= estimate.total / traced.total <= 1.10
 
 
 def test_memory_of_experts() -> None:
