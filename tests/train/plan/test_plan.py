@@ -20,7 +20,7 @@ from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.presets import PRESETS
 from train.log.metrics import Record
-from train.memory.device_memory import GPUS, MARGIN
+from train.memory.device_memory import GPUS
 from train.memory.step_memory import memory_of
 from train.parallel.mesh import make_abstract_mesh, mesh_sizes
 from train.plan.candidates import Machine, Plan, make_plan
@@ -139,7 +139,7 @@ def test_memory_is_near_what_was_measured(name: str) -> None:
     preset, layers, sequences, length, sizes, changes, measured = PEAKS[name]
     run = config(preset, layers, batch_size=sequences, sequence_length=length, **changes)
     ratio = predict_memory(run, sizes).total / 2**30 / measured
-    assert 1 - MARGIN < ratio < 1.1
+    assert 0.965 <= ratio <= 1.07
 
 
 # What a dry run traces, and the arithmetic: sequences, mesh, settings.
@@ -159,14 +159,14 @@ TRACED = {
 
 @pytest.mark.parametrize("name", TRACED)
 def test_memory_is_near_what_a_dry_run_traces(name: str) -> None:
-    """A dry run takes the gradient of the logits to be written in their place."""
+    """Both count the logits and their gradient."""
     sequences, sizes, changes = TRACED[name]
     run = config(layers=3, batch_size=sequences, sequence_length=4096, **changes)
     check(run, sizes)
     traced = memory_of(run, make_abstract_mesh(sizes, GPUS["H100"].device), local_devices=8)
     estimate = predict_memory(run, sizes)
     assert estimate.state == pytest.approx(traced.state, rel=0.002)
-    # The dry run counts both of logits and their gradient at any moment.
+    # Over a context axis, jax 0.10.2 traces the sharded gradient of the head beside the whole one.
     assert 0.91 <= estimate.total / traced.total <= 1.10
 
 

@@ -27,6 +27,7 @@ from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
 from collective_matmul.operands.arithmetic import add
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
+from collective_matmul.ops.experts.grouped.xla import taken_rows
 
 #: K and N are multiples of this: the width of a swizzled tile in shared memory.
 _WIDTH_MULTIPLE = 64
@@ -160,11 +161,7 @@ def _alike(parts: Sequence[OuterPart]) -> list[OuterPart]:
     kinds = {(p.left_index is not None, p.right_index is not None) for p in parts}
     if len(kinds) == 1 and (True, True) not in kinds:
         return list(parts)
-
-    def taken(rows: jax.Array, index: jax.Array | None) -> jax.Array:
-        return rows if index is None else jnp.take(rows, index, axis=0, mode="clip")
-
     return [
-        OuterPart(taken(p.left, p.left_index), taken(p.right, p.right_index), p.sizes)
+        OuterPart(taken_rows(p.left, p.left_index), taken_rows(p.right, p.right_index), p.sizes)
         for p in parts
     ]

@@ -50,7 +50,7 @@ class XlaGrouped(GroupedBackend):
         dtype = pairs[0][0].dtype
         products = []
         for x, w in pairs:
-            rows = _rows(x, index)
+            rows = taken_rows(x, index)
             if columns is not None:
                 w = lax.slice_in_dim(w, *columns, axis=1 if request.transposed else 2)
             if request.transposed:
@@ -73,8 +73,8 @@ class XlaGrouped(GroupedBackend):
         dtype = parts[0].left.dtype
         products = [
             lax.ragged_dot_general(
-                _rows(part.left, part.left_index),
-                _rows(part.right, part.right_index),
+                taken_rows(part.left, part.left_index),
+                taken_rows(part.right, part.right_index),
                 part.sizes,
                 _OVER_ROWS,
                 preferred_element_type=accumulator(dtype),
@@ -96,7 +96,8 @@ class XlaGrouped(GroupedBackend):
         return Prediction(gpu.kernel_seconds + seconds, 0.0, gpu.basis)
 
 
-def _rows(x: jax.Array, index: jax.Array | None) -> jax.Array:
+def taken_rows(x: jax.Array, index: jax.Array | None) -> jax.Array:
+    """The rows of x by index; x as it is without one."""
     return x if index is None else jnp.take(x, index, axis=0, mode="clip")
 
 
