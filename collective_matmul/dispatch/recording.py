@@ -18,12 +18,13 @@ class PeerAlternative:
 
     Attributes:
       implementation: name of the backend.
-      seconds_gained: predicted time of what executes the site without it, less that of the kernel;
-        0 if unknown.
+      seconds_without: predicted time of what executes the site without it; 0 if unknown.
+      seconds_gained: this time less that of the kernel; 0 if unknown.
       missed: the warning for a program without it: a better backend was not possible; or None.
     """
 
     implementation: str
+    seconds_without: float
     seconds_gained: float
     missed: str | None = None
 
