@@ -42,6 +42,8 @@ class Decision:
       communication_seconds: predicted time of these collectives alone; None if unknown.
       peer_alternative: what would execute the site if the program may have kernels that address
         peers' memory; None where that is decided already, or changes nothing.
+      peer_unsupported_reason: why such a kernel, though it should be faster, could not execute the
+        site even then; or None.
       multiplied_dtypes: in which the backend multiplies x and w; None if they are the site's own.
       is_unmeasured: whether times are those of models, as nothing similar was measured.
     """
@@ -53,6 +55,7 @@ class Decision:
     reference_seconds: float | None = None
     communication_seconds: float | None = None
     peer_alternative: PeerAlternative | None = None
+    peer_unsupported_reason: str | None = None
     multiplied_dtypes: tuple[str, str] | None = None
     is_unmeasured: bool = False
 

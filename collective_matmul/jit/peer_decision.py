@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -47,6 +47,7 @@ class PeerKernelDecision:
       cost_seconds: predicted time of the collectives that nothing can hide then.
       seconds_without: predicted time of all sites without these kernels.
       withheld: decisions for sites of the program that would have such kernels.
+      unsupported_reasons: why they could not execute others, where they should be faster.
     """
 
     allowed: bool
@@ -55,6 +56,12 @@ class PeerKernelDecision:
     cost_seconds: float = 0.0
     seconds_without: float = 0.0
     withheld: tuple[Decision, ...] = field(default=(), repr=False)
+    unsupported_reasons: tuple[str, ...] = ()
+
+    @property
+    def matters(self) -> bool:
+        """Whether such kernels should be faster for some op, by prediction."""
+        return bool(self.withheld or self.unsupported_reasons)
 
     def __str__(self) -> str:
         allowed = "are allowed" if self.allowed else "are not allowed"
@@ -83,7 +90,7 @@ def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
       program: the program, without kernels that address peers' memory.
       counter: what numbered its decisions.
     """
-    if not any(each.peer_alternative for each in counter.decisions.values()):
+    if not any(e.peer_alternative or e.peer_unsupported_reason for e in counter.decisions.values()):
         return NO_SITE
     # One name may belong to meshes of several sizes: the larger one costs more.
     meshes, gpu = _meshes(program), assumed_rates()
@@ -92,10 +99,13 @@ def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
         name for mesh in meshes for name in mesh.shape if transport_along(mesh, name) == "network"
     }
     withheld: list[Decision] = []
+    unsupported_reasons: dict[str, None] = {}
 
     def of_op(number: int) -> dict[str, float]:
         decision = counter.decisions[number]
         alternative = decision.peer_alternative
+        if decision.peer_unsupported_reason is not None:
+            unsupported_reasons[decision.peer_unsupported_reason] = None
         if alternative is None:
             return {"without": decision.seconds or 0.0, "cost": _overlapped_seconds(decision)}
         if decision not in withheld:
@@ -109,7 +119,8 @@ def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
 
     seconds: Mapping[str, float] = totals(program, of_op, of_equation, _most)
     if not withheld:
-        return NO_SITE
+        reason = "; ".join((NO_SITE.reason, *unsupported_reasons))
+        return replace(NO_SITE, reason=reason, unsupported_reasons=tuple(unsupported_reasons))
     gain, cost, without = (seconds[name] for name in ("gain", "cost", "without"))
     unknown = _work_of_the_compiler(program, axis_sizes)
     allowed = unknown is None and gain > 0 and gain - cost >= MARGIN * without
@@ -118,7 +129,8 @@ def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
         reason = f"{unknown}; {reason}"
     elif gain > 0 and not allowed:
         reason += f"; in all, they must save {MARGIN:.0%}"
-    return PeerKernelDecision(allowed, reason, gain, cost, without, tuple(withheld))
+    found = tuple(withheld), tuple(unsupported_reasons)
+    return PeerKernelDecision(allowed, reason, gain, cost, without, *found)
 
 
 def warn_withheld(withheld: Iterable[Decision], reason: str) -> None:

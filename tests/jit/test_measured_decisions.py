@@ -34,7 +34,10 @@ NOISE = 0.02
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of one stack in any unit: of the best program without peers' kernels, and with them."""
+    """Times of a stack in a report: of the fastest program without peers' kernels, and with them.
+
+    Any unit; the name of the report lacks its date.
+    """
 
     report: str
     rows: int
@@ -57,14 +60,14 @@ class Measured:
 
 
 def of_processes(rows: int, without: float, with_them: float, **more: Any) -> Measured:
-    return Measured("2026-11-27-processes-2-h100", rows, without, with_them, processes=2, **more)
+    return Measured("processes-2-h100", rows, without, with_them, processes=2, **more)
 
 
-FEW = "2026-11-27-few-rows-2-h100"
-STACKS = "2026-11-22-stack-2-h200"
-STACKS_FEW = "2026-11-22-stack-few-2-h200"
-BOXES = "2026-11-22-fused-boxes-2-h200"
-MEETING = "2026-11-22-fused-meeting-4-h200"
+FEW = "few-rows-2-h100"
+STACKS = "stack-2-h200"
+STACKS_FEW = "stack-few-2-h200"
+BOXES = "fused-boxes-2-h200"
+FOUR = "fused-meeting-4-h200"
 CELLS = [
     of_processes(8192, 1.213, 1.046),
     of_processes(2048, 1.279, 1.042),
@@ -88,8 +91,8 @@ CELLS = [
     Measured(STACKS, 8192, 49.602, 50.686, H200, widths="70B"),
     Measured(STACKS, 8192, 13.190, 13.590, H200),
     Measured(STACKS, 4096, 7.432, 7.989, H200, widths="square"),
-    Measured(MEETING, 512, 1.075, 0.654, H200, devices=4),
-    Measured(MEETING, 1024, 1.547, 1.075, H200, devices=4),
+    Measured(FOUR, 512, 1.075, 0.654, H200, devices=4),
+    Measured(FOUR, 1024, 1.547, 1.075, H200, devices=4),
 ]
 
 
@@ -133,7 +136,7 @@ def test_the_faster_program_is_chosen(cell: Measured, monkeypatch: pytest.Monkey
 
 
 def table() -> str:
-    """What was decided, predicted and measured, a line for each cell."""
+    """The table of choices, predictions and measurements, a line for each cell."""
     lines = ["| stack | chosen | predicted to save | measured |", "| --- | --- | ---: | ---: |"]
     for cell in CELLS:
         with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import all_gather_matmul, explain, overlap, overlap_jit
+from collective_matmul import all_gather_matmul, explain, overlap, overlap_jit, record_decisions
 from collective_matmul.dispatch.contract import HIDDEN_SHARE
 from collective_matmul.dispatch.run_counts import PROCESS_COUNTER
 from collective_matmul.dispatch.tables import table_files
@@ -445,3 +445,33 @@ def test_requests_that_were_not_allowed_say_why() -> None:
             "fallback: fused is not possible: overlap_jit does not allow kernels to address peers'"
             " memory: the compiler divides reduce_max at "
         )
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_decided_program_records_its_own_decisions(allowed: bool) -> None:
+    """Once, and not those from which was decided."""
+    stack = on(mesh_of())
+    fun = overlap_jit(stack if allowed else lambda *args: stack(*args).max(0))
+    with record_decisions() as recorded:
+        program = fun.decided(*FEW)
+    assert program.peer_kernels.allowed == allowed
+    assert list(program.decisions) == recorded
+    assert len(recorded) == 4
+    chosen = {decision.implementation for decision in recorded}
+    assert chosen <= PEERS if allowed else not chosen & PEERS
+
+
+@pytest.mark.usefixtures("_two_processes")
+def test_without_preallocated_memory_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many rows only the kernels can take that store to arrays of peers."""
+    monkeypatch.setattr(shared_memory, "unshared_pools_reason", lambda: "nothing is preallocated")
+    explanation = explain(on(mesh_of()))(*arguments(8192, *WIDTHS, dtype=BFLOAT16))
+    decision = explanation.peer_kernels
+    assert not decision.allowed and decision.matters
+    assert decision.reason == (
+        "no op of the program would use them; fused is not possible: 2 processes: these kernels"
+        " address peers' memory, which these processes cannot share: nothing is preallocated; a"
+        " single process with all GPUs of a node need not"
+    )
+    assert " ".join(explanation.table().split()).endswith(str(decision))
+    assert backends_of(explanation) == {"xla"}
