@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 from collective_matmul import overlap_jit
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.jit.peer_decision import PeerKernelDecision
+from tests import processes
+from tests.hopper import needs_kernels
 from train.processes import agreement
 from train.processes.agreement import AgreedError
 from train.run.programs import compile_together
@@ -75,3 +79,24 @@ def test_a_program_of_one_process() -> None:
     program = compile_together(overlap_jit(lambda x: 2 * x), np.ones(3, np.float32))
     np.testing.assert_array_equal(program.run(np.ones(3, np.float32)), 2 * np.ones(3))
     assert program.lines == ["collective matmuls of different shape: "]
+
+
+@needs_kernels
+def test_two_processes_decide_together(tmp_path: Path) -> None:
+    """With memory that both share, that none shares, and where they find out different things."""
+    files = [tmp_path / f"{number}.json" for number in range(processes.PROCESSES)]
+    environments = [processes.ON_THE_CPU | {"JAX_NUM_CPU_DEVICES": "1"}] * len(files)
+    processes.run("tests.train.deciding_processes", environments, [[str(f)] for f in files])
+    first, second = (json.loads(file.read_text()) for file in files)
+    assert first == second
+    both, neither, one = first
+    assert both[0].startswith("collective matmuls of different shape: 1 fused (")
+    assert both[1].startswith("kernels that address peers' memory are allowed: they are predicted")
+    assert neither[0].startswith("collective matmuls of different shape: 1 xla (")
+    assert neither[1].startswith(
+        "kernels that address peers' memory are not allowed: no op of the program would use them;"
+        " fused is not possible: 2 processes:"
+    )
+    assert "cannot share: no pool" in neither[1]
+    assert one[0].startswith("process 1 has another choice of backends than process 0: ")
+    assert one[0].endswith("the same library and the same environment")
