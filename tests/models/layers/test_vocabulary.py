@@ -86,7 +86,7 @@ def test_rows_of_the_table_are_stored(make_mesh, tokens):
         lambda tokens, table: vocabulary.embed(tokens, table, "tensor"),
         mesh=make_mesh({"tensor": 1}),
         in_specs=(P(), P("tensor")),
-        out_specs=P(),
+        out_specs=P(None, "tensor"),
     )
     closed = jax.make_jaxpr(embed)(tokens, jnp.zeros((VOCABULARY, FEATURES)))
     names = [equation.primitive.name for equation in all_equations(closed.jaxpr)]
