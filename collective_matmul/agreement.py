@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,16 +70,8 @@ def check_same(program: str, choices: Mapping[str, Sequence[str]]) -> None:
     Raises:
       DisagreementError: another process has chosen something else.
     """
-    if is_alone():
-        return
-    store: Any = key_value_store()
-    digest = hashlib.sha256(program.encode()).hexdigest()[:16]
-    name = f"collective_matmul/choices/{digest}/{_checked[digest]}"
-    _checked[digest] += 1
     own = {key: list(values) for key, values in choices.items()}
-    store.key_value_set(f"{name}/{jax.process_index()}", json.dumps(own))
-    for key, told in sorted(store.key_value_dir_get(f"{name}/")):
-        number, others = key.rpartition("/")[2], json.loads(told)
+    for number, others in _told_before(program, own):
         for problem in own.keys() & others.keys():
             if own[problem] != others[problem]:
                 raise DisagreementError(
@@ -90,3 +82,39 @@ def check_same(program: str, choices: Mapping[str, Sequence[str]]) -> None:
                     " and tables of measurements (collective_matmul.tune, called in all of them,"
                     " writes the same tables)"
                 )
+
+
+def check_same_order(program: str, order: Sequence[str]) -> None:
+    """Checks that a program communicates here as in the processes that came here before.
+
+    Args:
+      program: the name of the program, as for `check_same`.
+      order: what communicates, in order.
+
+    Raises:
+      DisagreementError: another process communicates in another order.
+    """
+    for number, others in _told_before(program, list(order)):
+        for place, (own, other) in enumerate(itertools.zip_longest(order, others), start=1):
+            if own != other:
+                raise DisagreementError(
+                    f"{program}: XLA has not compiled one program for all processes: number"
+                    f" {place} of what communicates is {own or 'missing'} in process"
+                    f" {jax.process_index()}, and {other or 'missing'} in process {number}. They"
+                    " would wait for each other for ever, or exchange wrong data. Give all"
+                    " processes the same versions and XLA_FLAGS, and leave"
+                    " --xla_gpu_shard_autotuning on, by which they take the same kernels"
+                )
+
+
+def _told_before(program: str, value: Any) -> Iterator[tuple[int, Any]]:
+    """Tells the other processes a JSON value; the numbers and values of those that told theirs."""
+    if is_alone():
+        return
+    store: Any = key_value_store()
+    digest = hashlib.sha256(program.encode()).hexdigest()[:16]
+    name = f"collective_matmul/choices/{digest}/{_checked[digest]}"
+    _checked[digest] += 1
+    store.key_value_set(f"{name}/{jax.process_index()}", json.dumps(value))
+    for key, told in sorted(store.key_value_dir_get(f"{name}/")):
+        yield int(key.rpartition("/")[2]), json.loads(told)

@@ -1,7 +1,7 @@
 """Processes that compare what they choose; each is started by `tests.processes.run`.
 
-Each writes to FILE what it found: how often a program was traced, what was said of another, and
-what was tuned.
+Each writes to FILE what it found: how often a program was traced and compiled, what was said of
+another, and what was tuned.
 """
 
 from __future__ import annotations
@@ -22,12 +22,21 @@ from collective_matmul.ops.matmul.model_requests import sites
 from tests.processes import PROCESSES, ending_at_once, place
 from tests.reference import AXIS
 
+_compiled: list[str] = []
+
+
+def _count(event: str, duration_secs: float, **kwargs: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.append(event)
+
 
 def main(address: str, number: int, file: Path) -> None:
     jax.distributed.initialize(address, PROCESSES, number, initialization_timeout=60)
     assert exchange(number) == list(range(PROCESSES))
     assert of_first_process(number) == 0
-    found = {"traces": traces_of_equal_choices(), "error": error_of_different_choices(number)}
+    jax.monitoring.register_event_duration_secs_listener(_count)
+    found: dict[str, Any] = {"traces": traces_of_equal_choices(), "compiled": len(_compiled)}
+    found["error"] = error_of_different_choices(number)
     file.write_text(json.dumps(found | tuned(file.with_name(f"table{number}.jsonl"))))
 
 
@@ -53,6 +62,7 @@ def run(implementation: str, traces: list[str], **options: Any) -> None:
     jitted = overlap_jit(fun, **options)
     arrays = (place(np.ones((8, 8), np.float32), NamedSharding(mesh, spec)) for spec in specs)
     x, w = arrays
+    _compiled.clear()
     for _ in range(2):
         jax.block_until_ready(jitted(x, w))
 

@@ -9,7 +9,12 @@ import jax
 import pytest
 
 from collective_matmul import agreement
-from collective_matmul.agreement import DisagreementError, check_same, exchange
+from collective_matmul.agreement import (
+    DisagreementError,
+    check_same,
+    check_same_order,
+    exchange,
+)
 from tests import processes
 
 
@@ -28,16 +33,26 @@ class Store:
 
 
 @pytest.fixture
-def processes_checking(monkeypatch: pytest.MonkeyPatch):
-    """A function that checks choices in the process of a number, of three."""
+def processes_at(monkeypatch: pytest.MonkeyPatch):
+    """A function that goes on in the process of a number, of three."""
     store = Store()
     monkeypatch.setattr(agreement, "key_value_store", lambda: store)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     checked = {number: type(agreement._checked)() for number in range(3)}
 
-    def check(number: int, program: str, **choices: str) -> None:
+    def at(number: int) -> None:
         monkeypatch.setattr(jax, "process_index", lambda: number)
         monkeypatch.setattr(agreement, "_checked", checked[number])
+
+    return at
+
+
+@pytest.fixture
+def processes_checking(processes_at):
+    """A function that checks choices in the process of a number, of three."""
+
+    def check(number: int, program: str, **choices: str) -> None:
+        processes_at(number)
         check_same(program, {key: [value] for key, value in choices.items()})
 
     return check
@@ -51,6 +66,28 @@ def test_the_last_process_names_the_choice_that_differs(processes_checking) -> N
         match=r"^scatter: process 1 has chosen xla, and process 0 ring; .* give all processes the",
     ):
         processes_checking(1, "step", gather="ring", scatter="xla")
+
+
+def test_the_last_process_names_what_is_communicated_in_another_order(processes_at) -> None:
+    for number, order in enumerate((["gather", "sum"], ["gather", "sum"])):
+        processes_at(number)
+        check_same_order("step", order)
+    processes_at(2)
+    with pytest.raises(
+        DisagreementError,
+        match=r"^step: XLA has not compiled one program .*: number 2 of what communicates is"
+        r" permute in process 2, and sum in process 0\..* --xla_gpu_shard_autotuning on",
+    ):
+        check_same_order("step", ["gather", "permute", "sum"])
+
+
+@pytest.mark.parametrize("order", [["gather"], ["gather", "sum", "sum"]])
+def test_a_process_may_not_communicate_more_or_less(processes_at, order: list[str]) -> None:
+    processes_at(0)
+    check_same_order("step", ["gather", "sum"])
+    processes_at(1)
+    with pytest.raises(DisagreementError, match="missing"):
+        check_same_order("step", order)
 
 
 def test_programs_are_told_apart_by_names_and_order(processes_checking) -> None:
@@ -89,6 +126,7 @@ def test_processes_compare_what_they_choose_before_they_compile(
 ) -> None:
     first, second = found
     assert first["traces"] == second["traces"] == ["ring"]
+    assert first["compiled"] == second["compiled"] == 1
     assert "no_such_option" in first["error"]
     assert second["error"].startswith("DisagreementError: all_gather_matmul float32 [2,8]@[8,2]")
     assert "in run.<locals>.gather: process 1 has chosen ring, and process 0 xla" in second["error"]

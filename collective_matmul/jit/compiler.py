@@ -14,8 +14,9 @@ from typing import Any, Literal, overload
 import jax
 
 from collective_matmul._compat import ShardingTypeError, calls_run_programs, knowing_devices_of
-from collective_matmul.agreement import check_same, is_alone
+from collective_matmul.agreement import check_same, check_same_order, is_alone
 from collective_matmul.dispatch.recording import Decision, record, record_decisions
+from collective_matmul.jit.communication_order import communication_order
 from collective_matmul.jit.deciding_function import WrongVariantError, deciding, deciding_function
 from collective_matmul.jit.graph_functions import (
     SHARDINGS,
@@ -114,7 +115,8 @@ def overlap_jit(
       ValueError: with ``peer_kernels=True``, for an option in `compiler_options` that such kernels
         depend on; for other values of `peer_kernels`.
       ValueError: when called inside another function that JAX traces.
-      RuntimeError: when called, if another process has chosen differently for the program.
+      RuntimeError: when called, if another process has chosen differently for the program, or
+        if XLA has compiled another one for it.
     """
     if fun is None:
         options = dict(peer_kernels=peer_kernels, compiler_options=compiler_options, **kwargs)
@@ -212,10 +214,12 @@ class DecidedProgram:
     """The program that a call of an `OverlapJit` would run, traced and not yet lowered.
 
     Attributes:
+      name: the name of the function.
       peer_kernels: whether it has kernels that address peers' memory, and why.
       decisions: the decisions for its ops, if JAX has not traced it before.
     """
 
+    name: str
     peer_kernels: PeerKernelDecision
     decisions: tuple[Decision, ...]
     _lower: Callable[[], jax.stages.Lowered] = field(repr=False)
@@ -228,6 +232,17 @@ class DecidedProgram:
         lower it together.
         """
         return self._lower()
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles the program of all processes. They call this in the same order.
+
+        Raises:
+          DisagreementError: XLA has compiled for another process what communicates in another
+            order.
+        """
+        compiled = self.lower().compile()
+        _check_order(f"compiled {self.name}", compiled)
+        return compiled
 
 
 class OverlapJit:
@@ -313,15 +328,24 @@ class OverlapJit:
             return self._use(variant, lambda jitted: jitted(*args, **kwargs), args, kwargs)
 
     def _compare_choices(self, variant: _Variant, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Checks that all processes choose alike for a program, before it is compiled."""
+        """Checks that all processes choose alike for a program, and compile it alike.
+
+        `jax.jit` then calls what is compiled here.
+        """
         key = variant.has_peer_kernels, _shapes((args, kwargs))
         if key in self._compared or not _is_joint((args, kwargs)):
             return
         with record_decisions() as decisions:
-            self._use(variant, lambda jitted: jitted.trace(*args, **kwargs), args, kwargs)
+            traced = self._trace(variant, args, kwargs)
         self._compared.add(key)
-        name = getattr(self, "__qualname__", type(self).__name__)
-        check_same(f"{name} {key[1]}", _choices(variant.has_peer_kernels, decisions))
+        program = f"{self._name} {key[1]}"
+        check_same(program, _choices(variant.has_peer_kernels, decisions))
+        compiled = self._lower(variant, traced, args, kwargs).compile()
+        _check_order(f"order of {program}", compiled)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self, "__qualname__", type(self).__name__)
 
     def decided(self, *args: Any, **kwargs: Any) -> DecidedProgram:
         """Decides about the program that a call with these arguments would run, and traces it.
@@ -347,7 +371,7 @@ class OverlapJit:
         for each in decisions:
             record(each)
         lower = functools.partial(self._lower, variant, traced, args, kwargs)
-        return DecidedProgram(decision, tuple(decisions), lower)
+        return DecidedProgram(self._name, decision, tuple(decisions), lower)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for these arguments, as `jax.jit` does."""
@@ -389,6 +413,12 @@ class OverlapJit:
         for variant in (self._default, self._with_peer_kernels):
             variant.jitted.clear_cache()
             variant.graph_jitted.clear_cache()
+
+
+def _check_order(program: str, compiled: jax.stages.Compiled) -> None:
+    """Checks that all processes communicate in the same order in a program."""
+    if not is_alone():
+        check_same_order(program, communication_order(compiled.as_text() or ""))
 
 
 def _shapes(arguments: Any) -> tuple:

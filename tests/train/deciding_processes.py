@@ -1,8 +1,9 @@
 """Processes that compile a program of a run together; each is started by `tests.processes.run`.
 
 They pretend to have a Hopper GPU each, and that the memory of arrays is shared in those whose
-number is among SHARING. Each writes to FILE what it would print of each program, or why not.
-Nothing is lowered: there are no such kernels for CPUs.
+number is among SHARING; at last, that XLA compiles another program for each. Each writes to FILE
+what it would print of each program, or why not. Nothing is lowered: there are no such kernels for
+CPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ SHARING = ((0, 1), (), (0,))
 
 
 @contextmanager
-def pretended_gpus(shares: bool) -> Iterator[None]:
+def pretended_gpus(shares: bool, text: str = "") -> Iterator[None]:
+    """In it, processes decide as on GPUs; a text stands for what they compile."""
     with ExitStack() as stack:
         for module in (assessment, selection, hardware):
             stack.enter_context(mock.patch.object(module, "traced_device", lambda: H200))
@@ -47,7 +49,8 @@ def pretended_gpus(shares: bool) -> Iterator[None]:
         for name, reason in reasons.items():
             patch = mock.patch.object(shared_memory, name, lambda reason=reason: reason)
             stack.enter_context(patch)
-        lowered = SimpleNamespace(compile=lambda: None)
+        compiled = SimpleNamespace(as_text=lambda: text)
+        lowered = SimpleNamespace(compile=lambda: compiled)
         stack.enter_context(mock.patch.object(OverlapJit, "_lower", lambda *_: lowered))
         yield
 
@@ -71,8 +74,10 @@ def lines_of_a_program() -> list[str]:
 def main(address: str, number: int, file: Path) -> None:
     jax.distributed.initialize(address, PROCESSES, number, initialization_timeout=60)
     found = []
-    for sharing in SHARING:
-        with pretended_gpus(number in sharing):
+    cases = [(number in sharing, "") for sharing in SHARING]
+    cases += [(True, f"  %x = f32[{number + 1}] all-reduce(%y)")]
+    for shares, text in cases:
+        with pretended_gpus(shares, text):
             try:
                 found.append(lines_of_a_program())
             except AgreedError as error:

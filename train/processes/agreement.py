@@ -33,8 +33,11 @@ def is_agreed(error: BaseException | None) -> bool:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def together(*others: type[Exception]) -> Iterator[None]:
     """Refuses invalid input on all processes, if one of them does.
+
+    Args:
+      *others: types of errors besides those of invalid input that end all processes.
 
     Raises:
       AgreedError: a process refuses its input. With one process its own error is raised.
@@ -42,7 +45,7 @@ def together() -> Iterator[None]:
     own: Exception | None = None
     try:
         yield
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, *others) as error:
         if not jax.distributed.is_initialized():
             raise
         own = error

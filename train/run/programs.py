@@ -49,4 +49,5 @@ def compile_together(jitted: Any, *arguments: Any) -> CompiledProgram:
     lines = [f"collective matmuls of different shape: {listed}"]
     if program.peer_kernels.matters:
         lines.append(peer_kernels)
-    return CompiledProgram(program.lower().compile(), lines)
+    with together(RuntimeError):  # One of them finds out what differs, or cannot compile.
+        return CompiledProgram(program.compile(), lines)

@@ -32,11 +32,10 @@ class Jitted:
 
     def decided(self, x: Any) -> Any:
         self.done.append(f"decided after {len(self.exchanged)}")
-        return SimpleNamespace(peer_kernels=ALLOWED, decisions=(OP,), lower=self.lower)
+        return SimpleNamespace(peer_kernels=ALLOWED, decisions=(OP,), compile=self.compile)
 
-    def lower(self) -> Any:
-        self.done.append("lowered")
-        return SimpleNamespace(compile=lambda: self.done.append("compiled"))
+    def compile(self) -> None:
+        self.done.append("compiled")
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_processes_come_together_before_they_trace(other: dict[str, Any]) -> None:
     jitted = Jitted(other["exchanged"])
     program = compile_together(jitted, None)
-    assert jitted.done == ["decided after 1", "lowered", "compiled"]
+    assert jitted.done == ["decided after 1", "compiled"]
     assert program.lines == [
         "collective matmuls of different shape: 1 fused (measured)",
         "kernels that address peers' memory are allowed: they save much",
@@ -67,7 +66,7 @@ def test_processes_come_together_before_they_trace(other: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("theirs", [{"fused (measured)": 1}, {"xla (measured)": 1}])
-def test_processes_that_decide_differently_lower_nothing(
+def test_processes_that_decide_differently_compile_nothing(
     theirs: dict[str, int], other: dict[str, Any]
 ) -> None:
     """Lowering would wait for the memory that the other process does not share."""
@@ -92,7 +91,7 @@ def test_two_processes_decide_together(tmp_path: Path) -> None:
     processes.run("tests.train.deciding_processes", environments, [[str(f)] for f in files])
     first, second = (json.loads(file.read_text()) for file in files)
     assert first == second
-    both, neither, one = first
+    both, neither, one, other_order = first
     assert both[0].startswith("collective matmuls of different shape: 1 fused (")
     assert both[1].startswith("kernels that address peers' memory are allowed: they are predicted")
     assert neither[0].startswith("collective matmuls of different shape: 1 xla (")
@@ -103,3 +102,5 @@ def test_two_processes_decide_together(tmp_path: Path) -> None:
     assert "cannot share: no pool" in neither[1]
     assert one[0].startswith("process 1 has another choice of backends than process 0: ")
     assert one[0].endswith("the same library and the same environment")
+    assert "XLA has not compiled one program for all processes: number 1 of what" in other_order[0]
+    assert "all-reduce f32[2]" in other_order[0] and "--xla_gpu_shard_autotuning" in other_order[0]
