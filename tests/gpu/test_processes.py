@@ -101,6 +101,34 @@ def test_two_trainers_share_the_gpus_of_their_node(tmp_path: Path, settings: str
         assert np.all(np.abs(np.subtract(two[step], values)) <= np.multiply(rtol, values))
 
 
+#: Wide enough that kernels that store to arrays of peers take part.
+WIDE = "--model.features 1024 --model.hidden-features 4096 --batch-size 4 --sequence-length 512"
+
+
+def test_two_trainers_with_a_tensor_axis_across_them(tmp_path: Path) -> None:
+    """Its programs have kernels that address peers, and the losses of one process."""
+    (tmp_path / "held_out.txt").write_text("A held-out text. " * 2000)
+    more = f"{WIDE} --eval-data {tmp_path}/held_out.txt --eval-interval 3 --eval-batches 1"
+    more += " --mesh.data 1 --mesh.fsdp 1 --mesh.tensor 2 --steps 6"
+    more += " --distributed.tensor-across-processes"
+    variables = {"CUDA_VISIBLE_DEVICES": ""}
+    if jax.default_backend() != "cpu":
+        skip_without(2)
+        skip_without_hopper()
+        variables = see_gpus(range(2)) | OWN_POOL
+    for count in (1, 2):
+        arguments = shlex.split(f"{more} --log-file {tmp_path}/{count}.jsonl")
+        options = {"devices": 2 // count, "variables": variables, "common": TRAINERS}
+        outputs = train(arguments, count=count, **options)
+    if jax.default_backend() != "cpu":
+        assert "kernels that address peers' memory are allowed" in "\n".join(outputs[0])
+    one, two = (curve(tmp_path / f"{count}.jsonl") for count in (1, 2))
+    assert one.keys() == two.keys() == set(range(1, 7))
+    for step, (loss, _) in one.items():
+        # Sums have another order, in bfloat16.
+        np.testing.assert_allclose(two[step][0], loss, rtol=1e-2)
+
+
 def test_two_trainers_that_see_one_gpu_are_refused() -> None:
     if jax.default_backend() == "cpu":
         pytest.skip("simulated devices are not shared")
