@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ from jax import lax
 
 from collective_matmul._compat import MULTIPLIES_MIXED_FP8, partly_automatic
 from collective_matmul.dispatch.contract import Configuration, Prediction
+from collective_matmul.hardware import rates
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.device import Target
 from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import (
@@ -27,21 +28,31 @@ from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
     Tiling,
 )
 from collective_matmul.operands.arithmetic import add
+from collective_matmul.operands.format import PLAIN
 from collective_matmul.operands.grouped import GroupedOperand, as_array
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
+from collective_matmul.ops.experts.grouped.measured import nearest
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
-from collective_matmul.ops.experts.grouped.xla import taken_rows
+from collective_matmul.ops.experts.grouped.triton import TRITON_ELEMENTS, on_gpu
+from collective_matmul.ops.experts.grouped.triton_kernels import map_rows
+from collective_matmul.ops.experts.grouped.xla import (
+    conversion_seconds,
+    kernel_seconds,
+    taken_rows,
+)
 
 #: K and N are multiples of this: the width of a swizzled tile in shared memory.
 _WIDTH_MULTIPLE = 64
 #: Rows of each group up to which tiles of 64 rows waste least.
 _FEW_ROWS = 64
+#: The error of a prediction: requests differ from what was measured.
+_ERROR = 0.3
 
 
 class MosaicGrouped(GroupedBackend):
     """Pallas kernels for Mosaic GPU, which read rows by index and add pairs in registers.
 
-    No prediction: it is chosen by name, or where it was measured to be fastest.
+    What was measured of products like a request predicts its time, and has its tiling.
     """
 
     name = "mosaic"
@@ -119,9 +130,30 @@ class MosaicGrouped(GroupedBackend):
         product = grouped_outer(_alike(parts), self.tiling(request), _target())
         return product if added_to is None else add(product, added_to, dtype=product.dtype)
 
+    def map_rows(
+        self,
+        fun: Callable[..., tuple[Sequence[jax.Array], jax.Array | None]],
+        arrays: Sequence[jax.Array],
+        row_values: Sequence[jax.Array],
+        count: jax.Array,
+        *,
+        results: int,
+        row_sums: bool = False,
+    ) -> tuple[jax.Array, ...]:
+        """By a kernel for Triton, of the rows that are used; see `GroupedBackend`."""
+        options = {"results": results, "row_sums": row_sums}
+        if not on_gpu() or arrays[0].size >= TRITON_ELEMENTS:
+            return super().map_rows(fun, arrays, row_values, count, **options)
+        return map_rows(fun, arrays, row_values, count, **options)
+
     def tiling(self, request: GroupedRequest) -> Tiling:
-        """The tiling for a request."""
-        return self._tiling or self.configurations(request)[0]
+        """The tiling for a request: of the product most like it that was measured, if it fits."""
+        if self._tiling is not None:
+            return self._tiling
+        tilings, measured = self.configurations(request), nearest(_multiplied(request), self.name)
+        if measured is not None and measured.tiling in tilings:
+            return measured.tiling
+        return tilings[0]
 
     def unsupported_reason(self, request: GroupedRequest) -> str | None:
         """Its kernels are for Hopper GPUs, half precision, and sizes that TMA can address."""
@@ -140,8 +172,14 @@ class MosaicGrouped(GroupedBackend):
         return None
 
     def predict(self, request: GroupedRequest) -> Prediction | None:
-        """None: it was not measured on enough shapes."""
-        del request
+        """From the rate of the product most like it that was measured."""
+        gpu, measured = rates(), nearest(_multiplied(request), self.name)
+        if gpu is None or measured is None or self.unsupported_reason(request) is not None:
+            return None
+        seconds = kernel_seconds(request, measured.share(self.name))
+        if not _in_8_bits(request):
+            seconds += conversion_seconds(request)
+        return Prediction(seconds, _ERROR, gpu.basis)
 
     def configurations(self, request: GroupedRequest) -> Sequence[Tiling]:
         """Tilings, the likeliest to be fastest first."""
@@ -172,6 +210,11 @@ def _target() -> Target:
     target = device.target()
     assert target is not None
     return target
+
+
+def _multiplied(request: GroupedRequest) -> GroupedRequest:
+    """The request, of arrays where operands in a format become arrays."""
+    return request if _in_8_bits(request) else replace(request, format=PLAIN)
 
 
 def _has_few_rows(request: GroupedRequest) -> bool:

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from collective_matmul.dispatch.contract import Configuration, Prediction
 from collective_matmul.hardware import rates, traced_device
 from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
+from collective_matmul.operands.format import PLAIN
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
+from collective_matmul.ops.experts.grouped.measured import nearest
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
 from collective_matmul.ops.experts.grouped.triton_kernels import (
     Blocks,
@@ -24,10 +26,11 @@ from collective_matmul.ops.experts.grouped.triton_kernels import (
 )
 from collective_matmul.ops.experts.grouped.xla import conversion_seconds, kernel_seconds
 
-#: The share of a matmul's rate that the kernels reach with at least 256 rows in each group, on one
-#: H100: 540 TFLOP/s for gate and up, 480 for down, 550 for dx, 460 for weight gradients.
+#: The share of a matmul's rate that the kernels reach where nothing alike was measured.
 _SHARE, _GRADIENT_SHARE = 0.8, 0.72
 _ERROR = 0.3
+#: Offsets are 32-bit numbers: arrays have fewer elements than this.
+TRITON_ELEMENTS = 2**31
 
 #: Weight gradients with at least this many columns read copies of rows, not rows by index. On one
 #: H100 a step with copies takes 0.72 to 0.83 of the time; the copies cost as much as that gains at
@@ -144,16 +147,17 @@ class TritonGrouped(GroupedBackend):
             request.groups * request.contracted * request.columns,
             request.all_rows * max(request.contracted, request.columns),
         )
-        if elements >= 2**31:
+        if elements >= TRITON_ELEMENTS:
             return f"an operand has {elements} elements, and its kernels address fewer than 2**31"
         return None
 
     def predict(self, request: GroupedRequest) -> Prediction | None:
-        """From the rate that its kernels reached."""
-        gpu = rates()
+        """From the rate that its kernels reached at the product most like it."""
+        gpu, measured = rates(), nearest(replace(request, format=PLAIN), self.name)
         if gpu is None:
             return None
         share = _GRADIENT_SHARE if request.op == "grouped_weight_gradient" else _SHARE
+        share = share if measured is None else measured.share(self.name)
         width = jnp.dtype(request.dtype).itemsize / 2
         seconds = kernel_seconds(request, share) * width + conversion_seconds(request)
         return Prediction(seconds, _ERROR, gpu.basis)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import ShapeDtypeStruct
 
 from collective_matmul._compat import MULTIPLIES_MIXED_FP8
 from collective_matmul.mosaic_gpu import device
@@ -133,7 +132,9 @@ class Products:
             assert result.shape == (USED, width)
             wide_ws = [np.asarray(as_array(w, jnp.float32), np.float64) for w in terms]
             for g in map(int, np.flatnonzero(SIZES)):
-                pairs = [(x[rows_of(g)], w[g][:, here]) for x, w in zip(wide_xs, wide_ws)]
+                pairs = [
+                    (x[rows_of(g)], w[g][:, here]) for x, w in zip(wide_xs, wide_ws, strict=True)
+                ]
                 expected = sum(x @ w for x, w in pairs)
                 magnitude = sum(abs(x) @ abs(w) for x, w in pairs)
                 error = abs(result[rows_of(g)].astype(np.float64) - expected)
