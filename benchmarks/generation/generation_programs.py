@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from benchmarks.internals import decide_once
+from benchmarks.internals import decide_once, reference_alone
 from collective_matmul import overlap_jit
 from models.config import LlamaConfig
 from models.generation import Generator, Sampling
@@ -27,7 +27,7 @@ ROOM = 512
 #: Programs that are compiled at the same time.
 _COMPILING = 16
 #: Candidates that others are compared with: the first of these that takes part.
-_REFERENCES = ("baseline", "xla")
+_REFERENCES = ("plain", "baseline", "xla")
 
 #: Of prefill and of decoding.
 Programs = tuple[Callable, Callable]
@@ -39,14 +39,24 @@ def make_generator(
     name: str, config: LlamaConfig, mesh: jax.sharding.Mesh, dtype: Any
 ) -> Generator:
     """The generator of a candidate."""
-    is_baseline = name == "baseline"
     return Generator(
         config,
         mesh=mesh,
-        implementation=None if name == "auto" else "xla" if is_baseline else name,
+        implementation={"auto": None, "baseline": "xla", "plain": "xla"}.get(name, name),
         dtype=dtype,
-        jit=jax.jit if is_baseline else _Deciding,
+        jit={"baseline": jax.jit, "plain": _Plain}.get(name, _Deciding),
     )
+
+
+class _Plain:
+    """A function of JAX's own operations alone: experts are multiplied by `lax.ragged_dot`."""
+
+    def __init__(self, function: Callable, **options: Any):
+        self._function = jax.jit(function, **options)
+
+    def lower(self, *arguments: Any) -> Lowered:
+        with reference_alone():
+            return self._function.lower(*arguments)
 
 
 class _Deciding:

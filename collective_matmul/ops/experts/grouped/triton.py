@@ -37,6 +37,11 @@ TRITON_ELEMENTS = 2**31
 #: some 2,500 columns.
 _COLUMNS_WORTH_A_COPY = 3072
 
+#: Rows of each group up to which a product takes the time to read its matrices.
+_FEW_ROWS = 16
+#: Programs that read matrices at once: about one for each multiprocessor.
+_READERS = 128
+
 #: Blocks of float32, and of weight gradients in half precision: rows that follow each other, or
 #: that come by index.
 _OF_FLOAT32 = Blocks(rows=64, columns=64, contracted=32, warps=4, stages=2)
@@ -172,6 +177,8 @@ class TritonGrouped(GroupedBackend):
         rows = next((size for size in (16, 32, 64) if per_group <= size), 128)
         columns = 256 if request.columns >= 256 else 128
         wide = Blocks(rows=rows, columns=columns, stages=4)
+        if per_group <= _FEW_ROWS:
+            return _reading_blocks(request, rows)
         others = [
             replace(wide, rows_at_once=at_once, stages=stages)
             for at_once, stages in itertools.product((4, 8, 16), (3, 4))
@@ -183,6 +190,22 @@ class TritonGrouped(GroupedBackend):
         """This backend with fixed blocks."""
         assert isinstance(configuration, Blocks)
         return type(self)(configuration)
+
+
+def _reading_blocks(request: GroupedRequest, rows: int) -> list[Blocks]:
+    """Blocks for few rows in each group, whose time is that of reading matrices.
+
+    All multiprocessors read, even if few groups have rows, as those of one token.
+    """
+    used = min(request.groups, request.used_rows)
+    widths = (256, 128, 64, 32)
+    is_enough = (used * (request.columns // width) >= _READERS for width in widths)
+    first = next((w for w, enough in zip(widths, is_enough, strict=True) if enough), widths[-1])
+    ordered = [first, *(width for width in widths if width != first)]
+    return [
+        Blocks(rows, columns, contracted=64 if columns == 256 else 128, warps=4, stages=4)
+        for columns in ordered
+    ]
 
 
 def _gradient_blocks(parts: Sequence[OuterPart]) -> Blocks:
