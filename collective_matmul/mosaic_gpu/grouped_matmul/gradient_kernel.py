@@ -51,6 +51,7 @@ class _Side(NamedTuple):
       columns: those of the tile.
       stages: shared memory for its k-blocks.
       axis: the axis of the cluster whose blocks have them in common, or None.
+      clips: whether tiles may be beyond the last column.
     """
 
     array: Ref
@@ -58,6 +59,7 @@ class _Side(NamedTuple):
     columns: Any
     stages: Ref
     axis: str | None
+    clips: bool
 
 
 class GroupedOuterGemm(PersistentGemm):
@@ -160,12 +162,17 @@ class GroupedOuterGemm(PersistentGemm):
         tiling, first = self.tiling, tile.tile_idx
         rows, columns = pl.ds(tile.row, tiling.tile_m), self.first_column(tile)
         columns = pl.ds(columns, tiling.tile_n)
+        left_clips, right_clips = (
+            operands.xs[0].shape[2] % (tiling.tile_m * tiling.cluster[0]) != 0,
+            operands.ws[0][0].shape[2] % (tiling.tile_n * tiling.cluster[1]) != 0,
+        )
         for p in range(len(self.xs)):
             index = self.indexes[p] if self.indexes else None
             left_index = index if self.left_indexed else None
             right_index = index if self.right_indexed else None
-            left = _Side(operands.xs[p].at[0], left_index, rows, stages.x, x_axis)
-            right = _Side(operands.ws[p][0].at[0], right_index, columns, stages.w, w_axis)
+            left = _Side(operands.xs[p].at[0], left_index, rows, stages.x, x_axis, left_clips)
+            right_rows = operands.ws[p][0].at[0]
+            right = _Side(right_rows, right_index, columns, stages.w, w_axis, right_clips)
             of_group = self.rows_of(p, tile)
             steps = self.steps_of_rows(of_group)
             self.load_part(first, steps, of_group, (left, right), stages)
@@ -232,8 +239,8 @@ class GroupedOuterGemm(PersistentGemm):
     def copy(self, side: _Side, k_block: RowRange, at: PipelineStep) -> None:
         """Starts to copy a k-block's rows of the group, and zeros for others."""
         to, column = side.stages.at[at.stage], side.columns.start
-        interpreted = self.interpreted
-        start_copy_of_rows(side.array, side.index, k_block, column, to, interpreted=interpreted)
+        options = {"clips": side.clips, "interpreted": self.interpreted}
+        start_copy_of_rows(side.array, side.index, k_block, column, to, **options)
 
     # The MMA warpgroups.
 

@@ -55,7 +55,14 @@ class RowRange(NamedTuple):
 
 
 def start_copy_of_rows(
-    x: Ref, index: Ref | None, rows: RowRange, column: Scalar, to: Ref, *, interpreted: bool
+    x: Ref,
+    index: Ref | None,
+    rows: RowRange,
+    column: Scalar,
+    to: Ref,
+    *,
+    clips: bool,
+    interpreted: bool,
 ) -> None:
     """Starts to copy rows to shared memory, as one group of asynchronous copies.
 
@@ -65,6 +72,7 @@ def start_copy_of_rows(
       rows: which rows to copy; others of the block of shared memory become zero.
       column: first column, a multiple of 16 bytes. Columns beyond C become zero.
       to: a block of shared memory, [rows, columns], whose tiles are 8 rows of 128 bytes, swizzled.
+      clips: whether there may be columns beyond C.
       interpreted: whether this runs in Pallas' interpreter.
     """
     if interpreted:
@@ -77,7 +85,7 @@ def start_copy_of_rows(
     @plgpu.inline_mgpu(arg_types=(refs, plgpu.RefType(transforms), [_SCALAR] * 4))
     def at(_, arrays, to, scalars):
         first, start, end, column = (s.registers.item() for s in scalars)
-        _copy_units(arrays[0], arrays[1:], (first, start, end), column, to)
+        _copy_units(arrays[0], arrays[1:], (first, start, end), column, to, clips)
         nvvm.cp_async_commit_group()
 
     at([x] if index is None else [x, index], to, [*map(jnp.int32, (*rows, column))])
@@ -119,7 +127,9 @@ def _units_of_lane(to: Any) -> _LaneUnits:
     return _LaneUnits(row, unit, arith.addi(base, place))
 
 
-def _copy_units(x: Any, index: Any, rows: tuple[Any, Any, Any], column: Any, to: Any) -> None:
+def _copy_units(
+    x: Any, index: Any, rows: tuple[Any, Any, Any], column: Any, to: Any, clips: bool
+) -> None:
     """Emits the copies of a thread; all arguments are MLIR values."""
     i64 = ir.IntegerType.get_signless(64)
     first, start, end = rows
@@ -141,7 +151,7 @@ def _copy_units(x: Any, index: Any, rows: tuple[Any, Any, Any], column: Any, to:
         for tile in range(tile_columns):
             at = arith.addi(unit_column, _i32(width * tile))
             is_there = is_row
-            if columns % (width * tile_columns):
+            if clips:
                 is_there = arith.andi(is_row, _is_within(at, _i32(0), _i32(columns)))
             offset = arith.muli(arith.extui(i64, at), gpu.c(itemsize, i64))
             address = arith.select(is_there, arith.addi(row_address, offset), base)
@@ -208,6 +218,7 @@ def store_rows(
     rows: RowRange,
     column: Scalar,
     *,
+    clips: bool,
     store_tile: Ref,
     interpreted: bool,
 ) -> None:
@@ -219,6 +230,7 @@ def store_rows(
       rows: `first` is the row of the plane for the product's first; those from `start` to `end` are
         stored.
       column: the column of the plane for the product's first. Others than the N are not stored.
+      clips: whether there may be columns beyond the N.
       store_tile: [rows, any] in shared memory, which the interpreter uses.
       interpreted: whether this runs in Pallas' interpreter.
     """
@@ -228,12 +240,14 @@ def store_rows(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), [_SCALAR] * 4))
     def at(_, product, plane, scalars):
-        _store_pairs(product, plane, *(s.registers.item() for s in scalars))
+        _store_pairs(product, plane, *(s.registers.item() for s in scalars), clips)
 
     at(product, plane, [*map(jnp.int32, (*rows, column))])
 
 
-def _store_pairs(product: Any, plane: Any, first: Any, start: Any, end: Any, column: Any) -> None:
+def _store_pairs(
+    product: Any, plane: Any, first: Any, start: Any, end: Any, column: Any, clips: bool
+) -> None:
     """Emits the stores of a thread, of two elements each; arguments are MLIR values."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     _, columns = ir.MemRefType(plane.type).shape
@@ -243,7 +257,7 @@ def _store_pairs(product: Any, plane: Any, first: Any, start: Any, end: Any, col
         row = arith.addi(first, arith.index_castui(i32, row))
         pair_column = arith.addi(column, arith.index_castui(i32, pair_column))
         stored = _is_within(row, start, end)
-        if columns % product.shape[1]:
+        if clips:
             stored = arith.andi(stored, _is_within(pair_column, _i32(0), _i32(columns)))
         offset = arith.addi(
             arith.muli(arith.extsi(i64, row), gpu.c(columns, i64)), arith.extsi(i64, pair_column)
