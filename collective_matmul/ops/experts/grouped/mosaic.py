@@ -34,7 +34,7 @@ from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.measured import nearest
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
 from collective_matmul.ops.experts.grouped.triton import TRITON_ELEMENTS, on_gpu
-from collective_matmul.ops.experts.grouped.triton_kernels import copy_rows, map_rows
+from collective_matmul.ops.experts.grouped.triton_kernels import copy_rows, map_rows, sum_rows
 from collective_matmul.ops.experts.grouped.xla import (
     conversion_seconds,
     kernel_seconds,
@@ -140,6 +140,19 @@ class MosaicGrouped(GroupedBackend):
         size = max(x.size, index.size * request.contracted)
         is_worth_it = request.columns >= _COLUMNS_WORTH_A_COPY and size < TRITON_ELEMENTS
         return (copy_rows(x, index, count), None) if is_worth_it and on_gpu() else (x, index)
+
+    def sum_rows(
+        self,
+        rows: jax.Array,
+        places: jax.Array,
+        count: jax.Array,
+        weights: jax.Array | None,
+        dtype: Any,
+    ) -> jax.Array:
+        """A kernel for Triton; see `GroupedBackend`."""
+        if not on_gpu() or rows.size >= TRITON_ELEMENTS:
+            return super().sum_rows(rows, places, count, weights, dtype)
+        return sum_rows(rows, places, count, weights, dtype)
 
     def map_rows(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from collective_matmul.ops.experts.grouped.triton_kernels import (
     grouped_matmuls,
     grouped_outer,
     map_rows,
+    sum_rows,
 )
 from collective_matmul.ops.experts.grouped.xla import conversion_seconds, kernel_seconds
 
@@ -118,6 +119,17 @@ class TritonGrouped(GroupedBackend):
         if request.columns < _COLUMNS_WORTH_A_COPY:
             return x, index
         return copy_rows(x, index, count, interpret=not on_gpu()), None
+
+    def sum_rows(
+        self,
+        rows: jax.Array,
+        places: jax.Array,
+        count: jax.Array,
+        weights: jax.Array | None,
+        dtype: Any,
+    ) -> jax.Array:
+        """One kernel; see `GroupedBackend`."""
+        return sum_rows(rows, places, count, weights, dtype, interpret=not on_gpu())
 
     def map_rows(
         self,
