@@ -16,7 +16,7 @@ from jax.custom_batching import sequential_vmap
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.mosaic_gpu.device import Target
-from collective_matmul.mosaic_gpu.grouped_matmul.gradient_kernel import GroupedOuterGemm
+from collective_matmul.mosaic_gpu.grouped_matmul.gradient_kernel import GroupedOuterGemm, fills
 from collective_matmul.mosaic_gpu.grouped_matmul.group_tiles import group_bounds, group_tiles
 from collective_matmul.mosaic_gpu.grouped_matmul.product_kernel import GroupedGemm
 from collective_matmul.mosaic_gpu.grouped_matmul.scaled_product_kernel import ScaledGroupedGemm
@@ -175,7 +175,12 @@ class OuterPart(NamedTuple):
     right_index: Any = None
 
 
-def grouped_outer(parts: Sequence[OuterPart], tiling: Tiling, target: Target) -> jax.Array:
+def grouped_outer(
+    parts: Sequence[OuterPart],
+    tiling: Tiling,
+    target: Target,
+    added_to: jax.Array | None = None,
+) -> jax.Array:
     """The sum of ``leftᵀ right`` over the rows of each group, of all parts: [G, K, N].
 
     Args:
@@ -183,8 +188,11 @@ def grouped_outer(parts: Sequence[OuterPart], tiling: Tiling, target: Target) ->
         index, or the rights, or neither.
       tiling: how the matmul is tiled.
       target: the GPU to build for.
+      added_to: [G, K, N], added in float32 before the only rounding, and overwritten if nothing
+        else reads it. Tiles must fill it: see `fills`.
     """
-    return _launch_outer(tiling, target)(tuple(parts))
+    assert added_to is None or fills(tiling, *added_to.shape[1:])
+    return _launch_outer(tiling, target)(tuple(parts), added_to)
 
 
 @functools.cache
@@ -192,11 +200,12 @@ def _launch_outer(tiling: Tiling, target: Target) -> Any:
     """Returns one function for all equal launches: they are traced and compiled once."""
 
     @sequential_vmap
-    def launch(parts: tuple[OuterPart, ...]) -> jax.Array:
+    def launch(parts: tuple[OuterPart, ...], added_to: jax.Array | None) -> jax.Array:
         first = parts[0]
-        axes = frozenset().union(*map(varying_axes, jax.tree.leaves(parts)))
+        axes = frozenset().union(*map(varying_axes, jax.tree.leaves((parts, added_to))))
         shape = (first.sizes.size, first.left.shape[1], first.right.shape[1])
-        out = vary_over(lax.empty(shape, first.left.dtype), axes)
+        out = lax.empty(shape, first.left.dtype) if added_to is None else added_to
+        out = vary_over(out, axes)
         lefts, rights = [part.left[None] for part in parts], [part.right[None] for part in parts]
         gemm = GroupedOuterGemm(
             lefts,
@@ -205,6 +214,7 @@ def _launch_outer(tiling: Tiling, target: Target) -> Any:
             tiling,
             left_indexed=first.left_index is not None,
             right_indexed=first.right_index is not None,
+            adds=added_to is not None,
             interpreted=target.interpret is not False,
         )
         kernel = gemm.kernel(

@@ -15,6 +15,7 @@ from collective_matmul.dispatch.contract import Configuration, Prediction
 from collective_matmul.hardware import rates
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.device import Target
+from collective_matmul.mosaic_gpu.grouped_matmul.gradient_kernel import fills
 from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import (
     GroupScales,
     OuterPart,
@@ -130,8 +131,11 @@ class MosaicGrouped(GroupedBackend):
         added_to: jax.Array | None = None,
     ) -> jax.Array:
         """One kernel, which adds all parts in the same registers; see `GroupedBackend`."""
-        product = grouped_outer(_alike(parts), self.tiling(request), _target())
-        return product if added_to is None else add(product, added_to, dtype=product.dtype)
+        tiling, target, alike = self.tiling(request), _target(), _alike(parts)
+        if added_to is None or fills(tiling, request.contracted, request.columns):
+            return grouped_outer(alike, tiling, target, added_to)
+        product = grouped_outer(alike, tiling, target)
+        return add(product, added_to, dtype=product.dtype)
 
     def contracted_rows(
         self, request: GroupedRequest, x: jax.Array, index: jax.Array, count: jax.Array
