@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,7 @@ class GroupedBackend(Backend, Protocol):
         places: jax.Array,
         count: jax.Array,
         weights: jax.Array | None,
-        dtype: Any,
+        dtype: jnp.dtype,
     ) -> jax.Array:
         """Each token's sum of its rows, in the order of its choices, added in at least float32.
 

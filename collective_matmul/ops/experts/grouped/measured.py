@@ -73,7 +73,7 @@ def nearest(request: GroupedRequest, backend: str) -> MeasuredProduct | None:
 
 
 def _kind(request: GroupedRequest) -> tuple:
-    """What kernels have in common that are as fast: rates of others are another's affair."""
+    """Kinds of requests whose rates are comparable."""
     return request.op, request.format.scaled_parts
 
 

@@ -65,7 +65,7 @@ class MosaicGrouped(GroupedBackend):
         self._tiling = tiling
 
     def operand(self, request: GroupedRequest, stored: GroupedOperand) -> GroupedOperand:
-        """What the kernels multiply in 8 bits, as it is; see `GroupedBackend`."""
+        """Leaves operands in 8 bits as they are where the kernels multiply them; see `GroupedBackend`."""
         if _in_8_bits(request):
             return stored
         return as_array(stored, request.dtype)
@@ -151,7 +151,7 @@ class MosaicGrouped(GroupedBackend):
         places: jax.Array,
         count: jax.Array,
         weights: jax.Array | None,
-        dtype: Any,
+        dtype: jnp.dtype,
     ) -> jax.Array:
         """A kernel for Triton; see `GroupedBackend`."""
         if not on_gpu() or rows.size >= TRITON_ELEMENTS:

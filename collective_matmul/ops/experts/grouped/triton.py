@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,7 @@ class TritonGrouped(GroupedBackend):
         places: jax.Array,
         count: jax.Array,
         weights: jax.Array | None,
-        dtype: Any,
+        dtype: jnp.dtype,
     ) -> jax.Array:
         """One kernel; see `GroupedBackend`."""
         return sum_rows(rows, places, count, weights, dtype, interpret=not on_gpu())
