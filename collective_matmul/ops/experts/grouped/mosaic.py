@@ -65,7 +65,7 @@ class MosaicGrouped(GroupedBackend):
         self._tiling = tiling
 
     def operand(self, request: GroupedRequest, stored: GroupedOperand) -> GroupedOperand:
-        """Leaves operands in 8 bits as they are where the kernels multiply them; see `GroupedBackend`."""
+        """Leaves operands that are multiplied in 8 bits as they are; see `GroupedBackend`."""
         if _in_8_bits(request):
             return stored
         return as_array(stored, request.dtype)

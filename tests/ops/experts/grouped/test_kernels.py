@@ -159,15 +159,15 @@ def test_sum_rows(weighted: bool, dtype: str) -> None:
     rows = poisoned(drawn(ROWS, COLUMNS, dtype=dtype))
     places = np.random.default_rng(3).permutation(ROWS).reshape(-1, 2).astype(np.int32)
     weights = drawn(*places.shape, seed=4) if weighted else None
-    found = jax.jit(lambda *args: sum_rows(*args, rows.dtype, interpret=True))(
-        rows, places, jnp.int32(USED), weights
-    )
+    operands: Any = rows, places, jnp.int32(USED), weights
+    fun = functools.partial(sum_rows, dtype=rows.dtype, interpret=True)
+    found = jax.jit(fun)(*operands)
     factors = np.ones(places.shape) if weights is None else weights
     there = places < USED
     terms = np.where(there[..., None], np.nan_to_num(rows.astype(np.float64))[places], 0)
     expected = (terms * factors[..., None]).sum(1).astype(rows.dtype)
     np.testing.assert_array_equal(found, expected)
-    default: Any = XlaGrouped().sum_rows(rows, places, jnp.int32(USED), weights, rows.dtype)
+    default = jax.jit(functools.partial(XlaGrouped().sum_rows, dtype=rows.dtype))(*operands)
     np.testing.assert_array_equal(default, expected)
 
 
