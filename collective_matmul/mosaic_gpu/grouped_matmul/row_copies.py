@@ -240,15 +240,17 @@ def store_rows(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), [_SCALAR] * 4))
     def at(_, product, plane, scalars):
-        _store_pairs(product, plane, *(s.registers.item() for s in scalars), clips)
+        first, start, end, column = (s.registers.item() for s in scalars)
+        _store_pairs(product, plane, (first, start, end), column, clips)
 
     at(product, plane, [*map(jnp.int32, (*rows, column))])
 
 
 def _store_pairs(
-    product: Any, plane: Any, first: Any, start: Any, end: Any, column: Any, clips: bool
+    product: Any, plane: Any, rows: tuple[Any, Any, Any], column: Any, clips: bool
 ) -> None:
     """Emits the stores of a thread, of two elements each; arguments are MLIR values."""
+    first, start, end = rows
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     _, columns = ir.MemRefType(plane.type).shape
     base = llvm.ptrtoint(i64, utils.memref_ptr(plane))

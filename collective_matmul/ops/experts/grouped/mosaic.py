@@ -179,8 +179,9 @@ class MosaicGrouped(GroupedBackend):
         if self._tiling is not None:
             return self._tiling
         tilings, measured = self.configurations(request), nearest(_multiplied(request), self.name)
-        is_alike = measured is not None and not _has_few_rows(request)
-        return measured.tiling if is_alike and measured.tiling in tilings else tilings[0]
+        if measured is None or _has_few_rows(request) or measured.tiling not in tilings:
+            return tilings[0]
+        return measured.tiling
 
     def unsupported_reason(self, request: GroupedRequest) -> str | None:
         """Its kernels are for Hopper GPUs, half precision, and sizes that TMA can address."""

@@ -210,14 +210,11 @@ def _reading_blocks(request: GroupedRequest, rows: int) -> list[Blocks]:
     All multiprocessors read, even if few groups have rows, as those of one token.
     """
     used = min(request.groups, request.used_rows)
-    widths = (256, 128, 64, 32)
+    widths = (128, 64, 32)
     is_enough = (used * (request.columns // width) >= _READERS for width in widths)
     first = next((w for w, enough in zip(widths, is_enough, strict=True) if enough), widths[-1])
     ordered = [first, *(width for width in widths if width != first)]
-    return [
-        Blocks(rows, columns, contracted=64 if columns == 256 else 128, warps=4, stages=4)
-        for columns in ordered
-    ]
+    return [Blocks(rows, columns, contracted=128, warps=4, stages=4) for columns in ordered]
 
 
 def _gradient_blocks(parts: Sequence[OuterPart]) -> Blocks:
