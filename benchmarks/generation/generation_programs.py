@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from benchmarks.internals import decide_once, reference_alone
+from benchmarks.internals import reference_alone
 from collective_matmul import overlap_jit
 from models.config import LlamaConfig
 from models.generation import Generator, Sampling
@@ -44,33 +45,23 @@ def make_generator(
         mesh=mesh,
         implementation={"auto": None, "baseline": "xla", "plain": "xla"}.get(name, name),
         dtype=dtype,
-        jit={"baseline": jax.jit, "plain": _Plain}.get(name, _Deciding),
+        jit={"baseline": jax.jit, "plain": _plain}.get(name, _Deciding),
     )
 
 
-class _Plain:
-    """A function of JAX's own operations alone: experts are multiplied by `lax.ragged_dot`."""
-
-    def __init__(self, function: Callable, **options: Any):
-        self._function = jax.jit(function, **options)
-
-    def lower(self, *arguments: Any) -> Lowered:
-        with reference_alone():
-            return self._function.lower(*arguments)
+def _plain(function: Callable, **options: Any) -> Any:
+    """A function whose `lower` has JAX's operations alone: experts have `lax.ragged_dot`."""
+    return SimpleNamespace(lower=reference_alone()(jax.jit(function, **options).lower))
 
 
 class _Deciding:
-    """A function whose `lower` decides about kernels that address peers as `overlap_jit` does when
-    it is called. Its own `lower` has none, as other threads could launch what it returns.
-    """
+    """A function whose `lower` returns the program that a call of `overlap_jit` would run."""
 
     def __init__(self, function: Callable, **options: Any):
-        self._without = overlap_jit(function, **options)
-        self._with = overlap_jit(function, peer_kernels=True, **options)
+        self._jitted = overlap_jit(function, **options)
 
     def lower(self, *arguments: Any) -> Lowered:
-        decision = decide_once(self._without.trace(*arguments).jaxpr.jaxpr)
-        return (self._with if decision.allowed else self._without).lower(*arguments)
+        return self._jitted.decided(*arguments).lower()
 
 
 def compile_all(
