@@ -73,7 +73,8 @@ class Generation(Settings):
     """Prefill is timed for up to this many prompts, and compiled for each candidate. For more, one
     candidate prepares the caches of all, of which only decoding is timed."""
     candidates: tuple[str, ...] = ("auto", "xla", "baseline")
-    """Backends; xla is JAX's own collectives, and baseline the same compiled by plain jax.jit."""
+    """Backends; xla is JAX's own collectives, baseline the same compiled by plain jax.jit, and
+    plain has JAX's grouped matmuls too."""
     pytorch: bool = False
     """Afterwards, time PyTorch in processes of its own; JAX must leave it memory, as with
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 on 80 GB."""
@@ -311,11 +312,13 @@ def _disagreements(tokens: dict[str, np.ndarray]) -> dict[str, str]:
     return wrong
 
 
-def _bytes(generator: Generator, batch: int, prompt: int) -> int:
+def _bytes(generator: Generator, batch: int, prompt: int) -> float:
     """Bytes that a token reads: weights, and keys and values of the prompt."""
     config, size = generator.config, jnp.dtype(next(iter(generator.abstract_params.values())).dtype)
+    # Of experts, those that tokens are expected to choose.
+    used = 1 - (1 - (config.num_experts_per_token or 1) / (config.num_experts or 1)) ** batch
     weights = sum(
-        math.prod(leaf.shape)
+        math.prod(leaf.shape) * (used if config.num_experts and ".w_" in name else 1)
         for name, leaf in generator.abstract_params.items()
         if name != "embedding" or config.tied_head
     )

@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
+from benchmarks.internals import reference_alone
 from collective_matmul import overlap_jit
 from models.config import LlamaConfig
 from models.generation import Generator, Sampling
@@ -26,7 +28,7 @@ ROOM = 512
 #: Programs that are compiled at the same time.
 _COMPILING = 16
 #: Candidates that others are compared with: the first of these that takes part.
-_REFERENCES = ("baseline", "xla")
+_REFERENCES = ("plain", "baseline", "xla")
 
 #: Of prefill and of decoding.
 Programs = tuple[Callable, Callable]
@@ -38,14 +40,18 @@ def make_generator(
     name: str, config: LlamaConfig, mesh: jax.sharding.Mesh, dtype: Any
 ) -> Generator:
     """The generator of a candidate."""
-    is_baseline = name == "baseline"
     return Generator(
         config,
         mesh=mesh,
-        implementation=None if name == "auto" else "xla" if is_baseline else name,
+        implementation={"auto": None, "baseline": "xla", "plain": "xla"}.get(name, name),
         dtype=dtype,
-        jit=jax.jit if is_baseline else _Deciding,
+        jit={"baseline": jax.jit, "plain": _plain}.get(name, _Deciding),
     )
+
+
+def _plain(function: Callable, **options: Any) -> Any:
+    """A function whose `lower` has JAX's operations alone: experts have `lax.ragged_dot`."""
+    return SimpleNamespace(lower=reference_alone()(jax.jit(function, **options).lower))
 
 
 class _Deciding:

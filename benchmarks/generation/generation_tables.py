@@ -10,7 +10,7 @@ from benchmarks.measuring.tables import table
 from benchmarks.pytorch import GENERATION_NAMES
 
 #: What the faster of counts, by what it is called.
-_GROUPS = {"JAX's collectives": ("xla", "baseline"), "PyTorch": GENERATION_NAMES}
+_GROUPS = {"JAX's collectives": ("plain", "xla", "baseline"), "PyTorch": GENERATION_NAMES}
 
 
 def rates(content: dict[str, Any]) -> str:

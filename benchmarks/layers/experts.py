@@ -46,33 +46,8 @@ class Experts(Settings):
     """Tokens of each device."""
     recompute: bool = True
     """Also time gradients that compute the products of gate and up again."""
-
-
-def candidates(
-    layer: ExpertLayer, mesh: Mesh, *, differentiated: bool, recompute: bool
-) -> tuple[dict[str, LayerProgram], dict[str, str]]:
-    """The programs of a case by name, and which kernels plain JAX has."""
-    try:
-        products, kernels = fastest(layer, mesh.size)
-    except ImportError as error:
-        products, kernels = lambda _: jax.lax.ragged_dot, {"all": f"lax.ragged_dot: {error}"}
-    found = {
-        "ring_direct": ours("ring_direct"),
-        "xla": ours("xla"),
-        "auto": ours(None),
-        _PLAIN: plain(products),
-    }
-    if differentiated and recompute:
-        found["ring_direct, recomputed"] = ours("ring_direct", recompute_hidden=True)
-        found[f"{_PLAIN}, recomputed"] = plain(products, recompute=True)
-    programs = {
-        name: LayerProgram(
-            program(layer, mesh, differentiated=differentiated),
-            {} if name.startswith(_PLAIN) else dict(OVERLAP_OPTIONS),
-        )
-        for name, layer in found.items()
-    }
-    return programs, kernels
+    fp8: tuple[str, ...] = ("rowwise",)
+    """Also time experts that multiply by these recipes."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +61,34 @@ class ExpertCase:
     def name(self) -> str:
         both = "forward and backward" if self.differentiated else "forward"
         return f"{self.layer.name}, {self.layer.tokens} tokens, {both}"
+
+
+def candidates(
+    case: ExpertCase, mesh: Mesh, settings: Experts
+) -> tuple[dict[str, LayerProgram], dict[str, str]]:
+    """The programs of a case by name, and which kernels plain JAX has."""
+    try:
+        products, kernels = fastest(case.layer, mesh.size)
+    except ImportError as error:
+        products, kernels = lambda _: jax.lax.ragged_dot, {"all": f"lax.ragged_dot: {error}"}
+    found = {
+        "ring_direct": ours("ring_direct"),
+        "xla": ours("xla"),
+        "auto": ours(None),
+        _PLAIN: plain(products),
+        **{f"auto, {fp8}": ours(None, fp8=fp8) for fp8 in settings.fp8},
+    }
+    if case.differentiated and settings.recompute:
+        found["ring_direct, recomputed"] = ours("ring_direct", recompute_hidden=True)
+        found[f"{_PLAIN}, recomputed"] = plain(products, recompute=True)
+    programs = {
+        name: LayerProgram(
+            program(each, mesh, differentiated=case.differentiated),
+            {} if name.startswith(_PLAIN) else dict(OVERLAP_OPTIONS),
+        )
+        for name, each in found.items()
+    }
+    return programs, kernels
 
 
 def cases(settings: Experts) -> Iterator[ExpertCase]:
@@ -111,9 +114,7 @@ def run(settings: Experts) -> Report:
 
 def _measured(settings: Experts, mesh: Mesh, case: ExpertCase) -> dict[str, Any]:
     layer, placed = case.layer, NamedSharding(mesh, P(AXIS))
-    programs, kernels = candidates(
-        layer, mesh, differentiated=case.differentiated, recompute=settings.recompute
-    )
+    programs, kernels = candidates(case, mesh, settings)
     arguments = [jax.device_put(each, placed) for each in layer.arguments(mesh.size).values()]
     names = ("tokens", "width", "hidden", "experts", "choices")
     return {

@@ -12,6 +12,7 @@ file                  problem                   times of
 backends              a site of an op           every backend, and "compute_only"
 fused_configs         a call of a fused kernel  the fastest configuration, which is ``config``
 matmul_tilings        the matmul of a chunk     "kernel" with the tiling ``config``, and "xla"
+grouped_matmuls       a grouped matmul          backends, "mosaic" with the tiling ``config``
 ====================  ========================  ============================================
 
 The readers of a file interpret its problems and configurations; this module does not.

@@ -37,6 +37,7 @@ CASES = [
     case_of(2, None, width=256, hidden=256, tokens=300, routing="distinct"),
     replace(case_of(1, None, width=128, hidden=192, tokens=300, local_experts=5), grouped="mosaic"),
     replace(case_of(2, "ring_direct", width=192, hidden=320, tokens=36), grouped="mosaic"),
+    replace(case_of(2, "ring_direct", width=256, hidden=256, tokens=304), grouped=None),
 ]
 
 

@@ -1,6 +1,6 @@
 """The persistent GEMM that contracts the rows of each group: gradients of the groups' matrices.
 
-``out[g] = sum over p of lefts[p][rows of g]ᵀ @ rights[p][rows of g]``
+``out[g] = sum over p of lefts[p][rows of g]ᵀ @ rights[p][rows of g]``, or added to what out has
 
 Tiles of the result are visited group by group, and a tile has as many pipeline steps as its group
 needs, none if the group has no rows. K-blocks of rows begin at multiples of 8, as TMA needs. The
@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from collective_matmul._compat import load_in_layout
 from collective_matmul.mosaic_gpu.grouped_matmul import row_loader
 from collective_matmul.mosaic_gpu.grouped_matmul.row_copies import (
     RowRange,
@@ -42,6 +43,13 @@ from collective_matmul.mosaic_gpu.kernel_types import (
 plgpu: Any = mosaic_gpu
 
 
+def fills(tiling: Tiling, contracted: int, columns: int) -> bool:
+    """Whether tiles, and those of clusters, fill matrices [K, N]."""
+    tiles = zip((tiling.tile_m, tiling.tile_n), tiling.cluster, strict=True)
+    sizes = zip((contracted, columns), tiles, strict=True)
+    return all(size % (tile * blocks) == 0 for size, (tile, blocks) in sizes)
+
+
 class _Side(NamedTuple):
     """One operand of a part.
 
@@ -51,6 +59,7 @@ class _Side(NamedTuple):
       columns: those of the tile.
       stages: shared memory for its k-blocks.
       axis: the axis of the cluster whose blocks have them in common, or None.
+      clips: whether tiles may be beyond the last column.
     """
 
     array: Ref
@@ -58,6 +67,7 @@ class _Side(NamedTuple):
     columns: Any
     stages: Ref
     axis: str | None
+    clips: bool
 
 
 class GroupedOuterGemm(PersistentGemm):
@@ -72,6 +82,7 @@ class GroupedOuterGemm(PersistentGemm):
         *,
         left_indexed: bool,
         right_indexed: bool,
+        adds: bool,
         interpreted: bool,
     ):
         """Describes the kernel for operands and results of these shapes.
@@ -83,6 +94,8 @@ class GroupedOuterGemm(PersistentGemm):
           tiling: how the matmul is tiled.
           left_indexed: whether rows of the lefts come by index. Then no tile of them is multicast.
           right_indexed: likewise of the rights; not both.
+          adds: whether sums are added to what `out` has, in float32. Tiles must fill it: see
+            `fills`.
           interpreted: whether this runs in Pallas' interpreter.
         """
         assert not (left_indexed and right_indexed)
@@ -92,7 +105,7 @@ class GroupedOuterGemm(PersistentGemm):
         ws = [[Operand(right, 1)] for right in rights]
         super().__init__(xs, ws, [out], out.shape[0], 1, tiling)
         self.left_indexed, self.right_indexed = left_indexed, right_indexed
-        self.interpreted = interpreted
+        self.adds, self.interpreted = adds, interpreted
         # Copying takes more registers than starting TMA does.
         self.load_registers, self.mma_registers = 56, 224
         # Set in `run`.
@@ -160,12 +173,17 @@ class GroupedOuterGemm(PersistentGemm):
         tiling, first = self.tiling, tile.tile_idx
         rows, columns = pl.ds(tile.row, tiling.tile_m), self.first_column(tile)
         columns = pl.ds(columns, tiling.tile_n)
+        left_clips, right_clips = (
+            operands.xs[0].shape[2] % (tiling.tile_m * tiling.cluster[0]) != 0,
+            operands.ws[0][0].shape[2] % (tiling.tile_n * tiling.cluster[1]) != 0,
+        )
         for p in range(len(self.xs)):
             index = self.indexes[p] if self.indexes else None
             left_index = index if self.left_indexed else None
             right_index = index if self.right_indexed else None
-            left = _Side(operands.xs[p].at[0], left_index, rows, stages.x, x_axis)
-            right = _Side(operands.ws[p][0].at[0], right_index, columns, stages.w, w_axis)
+            left = _Side(operands.xs[p].at[0], left_index, rows, stages.x, x_axis, left_clips)
+            right_rows = operands.ws[p][0].at[0]
+            right = _Side(right_rows, right_index, columns, stages.w, w_axis, right_clips)
             of_group = self.rows_of(p, tile)
             steps = self.steps_of_rows(of_group)
             self.load_part(first, steps, of_group, (left, right), stages)
@@ -232,10 +250,24 @@ class GroupedOuterGemm(PersistentGemm):
     def copy(self, side: _Side, k_block: RowRange, at: PipelineStep) -> None:
         """Starts to copy a k-block's rows of the group, and zeros for others."""
         to, column = side.stages.at[at.stage], side.columns.start
-        interpreted = self.interpreted
-        start_copy_of_rows(side.array, side.index, k_block, column, to, interpreted=interpreted)
+        options = {"clips": side.clips, "interpreted": self.interpreted}
+        start_copy_of_rows(side.array, side.index, k_block, column, to, **options)
 
     # The MMA warpgroups.
+
+    @property
+    def writes_all(self) -> bool:
+        """Whether results are new arrays."""
+        return not self.adds
+
+    def finished(self, value: jax.Array, plane: Ref, row: Scalar, column: Scalar) -> jax.Array:
+        """Returns an epilogue tile of a product, added to what the result has there."""
+        if not self.adds:
+            return value
+        place = tuple(
+            pl.ds(start, size) for start, size in zip((row, column), value.shape, strict=True)
+        )
+        return value + load_in_layout(plane.at[place], plgpu.Layout.WGMMA).astype(value.dtype)
 
     def product_of(self, accumulator: Ref, tile: TileCoord, stages: Stages) -> jax.Array:
         """Returns the value of an accumulator to which all k-blocks of a tile were added."""

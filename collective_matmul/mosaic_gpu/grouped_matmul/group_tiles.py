@@ -33,7 +33,7 @@ class GroupTiles(NamedTuple):
 
 def group_bounds(sizes: jax.Array) -> jax.Array:
     """Returns int32 [2 G], the first row and the end of each group of int32 [G] sizes."""
-    ends = _sums_up_to(sizes)
+    ends = sums_up_to(sizes)
     return jnp.stack([ends - sizes, ends], axis=1).reshape(-1)
 
 
@@ -55,7 +55,7 @@ def group_tiles(sizes: jax.Array, rows: int, block: int) -> GroupTiles:
     starts, ends = bounds[::2], bounds[1::2]
     firsts = starts // ROW_MULTIPLE * ROW_MULTIPLE
     counts = jnp.where(sizes > 0, (ends - firsts + (block - 1)) // block, 0)
-    upto = _sums_up_to(counts)
+    upto = sums_up_to(counts)
     number = jnp.arange(max(1, most_tiles(rows, sizes.size, block)), dtype=jnp.int32)
     group = jnp.sum(number[:, None] >= upto[None, :], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, sizes.size - 1)
@@ -63,7 +63,7 @@ def group_tiles(sizes: jax.Array, rows: int, block: int) -> GroupTiles:
     return GroupTiles(upto[-1:], group, row // ROW_MULTIPLE, bounds)
 
 
-def _sums_up_to(sizes: jax.Array) -> jax.Array:
+def sums_up_to(sizes: jax.Array) -> jax.Array:
     """Returns the cumulative sum of int32 [G], as one sum that XLA fuses with what is around it."""
     number = jnp.arange(sizes.size, dtype=jnp.int32)
     summed = jnp.where(number[None, :] <= number[:, None], sizes[None, :], 0)

@@ -145,6 +145,8 @@ class GroupedGemm(PersistentGemm):
         store_tiles: Ref,
     ) -> None:
         """Stores the rows of a part of a tile that are its group's."""
+        # Of a tile, or of a cluster, parts may be beyond the last column.
+        tiles = self.tiling.tile_n * self.tiling.cluster[1]
         rows = self.rows_of(tile, tile.row + part.row_offset)
         after = rows.first + self.tiling.warpgroup_tile[0]
         is_whole = (rows.start <= rows.first) & (after <= rows.end)
@@ -160,6 +162,7 @@ class GroupedGemm(PersistentGemm):
                 plane,
                 rows,
                 column,
+                clips=plane.shape[-1] % tiles != 0,
                 store_tile=store_tiles.at[0],
                 interpreted=self.interpreted,
             )

@@ -55,28 +55,37 @@ class RowRange(NamedTuple):
 
 
 def start_copy_of_rows(
-    x: Ref, index: Ref | None, rows: RowRange, column: Scalar, to: Ref, *, interpreted: bool
+    x: Ref,
+    index: Ref | None,
+    rows: RowRange,
+    column: Scalar,
+    to: Ref,
+    *,
+    clips: bool,
+    interpreted: bool,
 ) -> None:
     """Starts to copy rows to shared memory, as one group of asynchronous copies.
 
     Args:
-      x: the array [S, C] in global memory, of a dtype of 2 bytes.
+      x: the array [S, C] in global memory, of a dtype of 1 or 2 bytes.
       index: int32 [M], the row of x for each row; None: the row itself.
       rows: which rows to copy; others of the block of shared memory become zero.
-      column: first column, a multiple of 8. Columns beyond C become zero.
+      column: first column, a multiple of 16 bytes. Columns beyond C become zero.
       to: a block of shared memory, [rows, columns], whose tiles are 8 rows of 128 bytes, swizzled.
+      clips: whether there may be columns beyond C.
       interpreted: whether this runs in Pallas' interpreter.
     """
     if interpreted:
         _copy_row_by_row(x, index, rows, column, to)
         return
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(_ROW_BYTES))
+    width = _ROW_BYTES // jnp.dtype(to.dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(_ROW_BYTES))
     refs = [plgpu.RefType()] * (1 if index is None else 2)
 
     @plgpu.inline_mgpu(arg_types=(refs, plgpu.RefType(transforms), [_SCALAR] * 4))
     def at(_, arrays, to, scalars):
         first, start, end, column = (s.registers.item() for s in scalars)
-        _copy_units(arrays[0], arrays[1:], (first, start, end), column, to)
+        _copy_units(arrays[0], arrays[1:], (first, start, end), column, to, clips)
         nvvm.cp_async_commit_group()
 
     at([x] if index is None else [x, index], to, [*map(jnp.int32, (*rows, column))])
@@ -102,10 +111,10 @@ _TILE_BYTES = ROW_MULTIPLE * _ROW_BYTES
 
 
 def _units_of_lane(to: Any) -> _LaneUnits:
-    """Emits which units of a block [row tiles, column tiles, 8, 64] a thread copies."""
-    i32 = ir.IntegerType.get_signless(32)
-    _, tile_columns, height, width = ir.MemRefType(to.type).shape
-    assert (height, 2 * width) == (ROW_MULTIPLE, _ROW_BYTES)
+    """Emits which units of a block [row tiles, column tiles, 8, 128 bytes] a thread copies."""
+    i32, block = ir.IntegerType.get_signless(32), ir.MemRefType(to.type)
+    _, tile_columns, height, width = block.shape
+    assert (height, utils.bytewidth(block.element_type) * width) == (ROW_MULTIPLE, _ROW_BYTES)
     lane = arith.remui(utils.thread_idx(), _i32(_LANES))
     unit, row = (divide(lane, _i32(_UNITS)) for divide in (arith.remui, arith.divui))
     in_tile = arith.remui(row, _i32(ROW_MULTIPLE))
@@ -118,15 +127,18 @@ def _units_of_lane(to: Any) -> _LaneUnits:
     return _LaneUnits(row, unit, arith.addi(base, place))
 
 
-def _copy_units(x: Any, index: Any, rows: tuple[Any, Any, Any], column: Any, to: Any) -> None:
+def _copy_units(
+    x: Any, index: Any, rows: tuple[Any, Any, Any], column: Any, to: Any, clips: bool
+) -> None:
     """Emits the copies of a thread; all arguments are MLIR values."""
     i64 = ir.IntegerType.get_signless(64)
     first, start, end = rows
     sources, columns = ir.MemRefType(x.type).shape
-    tile_rows, tile_columns, *_ = ir.MemRefType(to.type).shape
+    tile_rows, tile_columns, _, width = ir.MemRefType(to.type).shape
+    itemsize = _ROW_BYTES // width
     lane = _units_of_lane(to)
     base = llvm.ptrtoint(i64, utils.memref_ptr(x))
-    unit_column = arith.addi(column, arith.muli(lane.unit, _i32(_UNIT_BYTES // 2)))
+    unit_column = arith.addi(column, arith.muli(lane.unit, _i32(_UNIT_BYTES // itemsize)))
     for step in range(tile_rows * ROW_MULTIPLE // _ROWS_AT_ONCE):
         row = arith.addi(arith.addi(first, lane.row), _i32(step * _ROWS_AT_ONCE))
         is_row = _is_within(row, start, end)
@@ -135,13 +147,13 @@ def _copy_units(x: Any, index: Any, rows: tuple[Any, Any, Any], column: Any, to:
             source = _load_int32(index[0], source)
         # No address is beyond the array, also where nothing is read.
         source = arith.extui(i64, arith.minsi(source, _i32(sources - 1)))
-        row_address = arith.addi(base, arith.muli(source, gpu.c(2 * columns, i64)))
+        row_address = arith.addi(base, arith.muli(source, gpu.c(itemsize * columns, i64)))
         for tile in range(tile_columns):
-            at = arith.addi(unit_column, _i32(64 * tile))
+            at = arith.addi(unit_column, _i32(width * tile))
             is_there = is_row
-            if columns % (64 * tile_columns):
+            if clips:
                 is_there = arith.andi(is_row, _is_within(at, _i32(0), _i32(columns)))
-            offset = arith.muli(arith.extui(i64, at), gpu.c(2, i64))
+            offset = arith.muli(arith.extui(i64, at), gpu.c(itemsize, i64))
             address = arith.select(is_there, arith.addi(row_address, offset), base)
             row_tile = step * _ROWS_AT_ONCE // ROW_MULTIPLE
             shared = arith.addi(lane.shared, _i32((row_tile * tile_columns + tile) * _TILE_BYTES))
@@ -174,7 +186,7 @@ def _cp_async(to: Any, source: Any, size: Any) -> None:
 
 
 def _copy_row_by_row(x: Ref, index: Ref | None, rows: RowRange, column: Scalar, to: Ref) -> None:
-    width = _ROW_BYTES // 2
+    width = _ROW_BYTES // jnp.dtype(to.dtype).itemsize
     to[...] = jnp.zeros(to.shape, to.dtype)
 
     def copy(number: Scalar, offset: int) -> None:
@@ -206,6 +218,7 @@ def store_rows(
     rows: RowRange,
     column: Scalar,
     *,
+    clips: bool,
     store_tile: Ref,
     interpreted: bool,
 ) -> None:
@@ -217,6 +230,7 @@ def store_rows(
       rows: `first` is the row of the plane for the product's first; those from `start` to `end` are
         stored.
       column: the column of the plane for the product's first. Others than the N are not stored.
+      clips: whether there may be columns beyond the N.
       store_tile: [rows, any] in shared memory, which the interpreter uses.
       interpreted: whether this runs in Pallas' interpreter.
     """
@@ -226,13 +240,17 @@ def store_rows(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), [_SCALAR] * 4))
     def at(_, product, plane, scalars):
-        _store_pairs(product, plane, *(s.registers.item() for s in scalars))
+        first, start, end, column = (s.registers.item() for s in scalars)
+        _store_pairs(product, plane, (first, start, end), column, clips)
 
     at(product, plane, [*map(jnp.int32, (*rows, column))])
 
 
-def _store_pairs(product: Any, plane: Any, first: Any, start: Any, end: Any, column: Any) -> None:
+def _store_pairs(
+    product: Any, plane: Any, rows: tuple[Any, Any, Any], column: Any, clips: bool
+) -> None:
     """Emits the stores of a thread, of two elements each; arguments are MLIR values."""
+    first, start, end = rows
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     _, columns = ir.MemRefType(plane.type).shape
     base = llvm.ptrtoint(i64, utils.memref_ptr(plane))
@@ -241,7 +259,7 @@ def _store_pairs(product: Any, plane: Any, first: Any, start: Any, end: Any, col
         row = arith.addi(first, arith.index_castui(i32, row))
         pair_column = arith.addi(column, arith.index_castui(i32, pair_column))
         stored = _is_within(row, start, end)
-        if columns % product.shape[1]:
+        if clips:
             stored = arith.andi(stored, _is_within(pair_column, _i32(0), _i32(columns)))
         offset = arith.addi(
             arith.muli(arith.extsi(i64, row), gpu.c(columns, i64)), arith.extsi(i64, pair_column)

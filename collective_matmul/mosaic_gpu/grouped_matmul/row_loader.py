@@ -49,10 +49,11 @@ class IndexedRows(NamedTuple):
         """Starts the copies of a step, and completes those of an earlier one."""
         del plane
         to = self.stages.at[step.stage]
-        interpreted = self.interpreted
-        start_copy_of_rows(
-            self.x, self.index, self.rows, k_block.start, to, interpreted=interpreted
-        )
+        options = {
+            "clips": self.x.shape[1] % k_block.size != 0,
+            "interpreted": self.interpreted,
+        }
+        start_copy_of_rows(self.x, self.index, self.rows, k_block.start, to, **options)
         arrive_later(step.number, full, self.stages.shape[0])
 
 

@@ -79,6 +79,11 @@ class ScaledMultiplication(PersistentGemm, ABC):
         They are in the layout of the rows of wgmma's results.
         """
 
+    def w_scales_of(self, tile: TileCoord) -> Ref:
+        """Returns the scales of w, as `w_scales`, for a tile."""
+        del tile
+        return self.w_scales
+
     def multiply(
         self, tile: TileCoord, part: TilePart, stages: Stages, in_parts: InParts | None = None
     ) -> jax.Array:
@@ -96,7 +101,7 @@ class ScaledMultiplication(PersistentGemm, ABC):
         # Scales are read before k-blocks are multiplied: afterwards, the tensor cores would wait
         # for them.
         columns = pl.ds(self.first_column(tile) + part.column_offset, shape[1])
-        w_scales = load_in_layout(self.w_scales.at[columns], plgpu.Layout.WGMMA.reduce(0))
+        w_scales = load_in_layout(self.w_scales_of(tile).at[columns], plgpu.Layout.WGMMA.reduce(0))
 
         def accumulate(accumulator: Ref) -> jax.Array:
             if self.scales_arrive:
@@ -120,10 +125,11 @@ class ScaledMultiplication(PersistentGemm, ABC):
     ) -> jax.Array:
         """Multiplies k-block by k-block, scales each product, and adds them."""
         block = lax.div(self.first_column(tile) + part.column_offset, BLOCK)
+        scales_of_w = self.w_scales_of(tile)
 
         def read_scales(step: Scalar) -> tuple[jax.Array, Scalar]:
             step = jnp.minimum(step, self.steps - 1)
-            return self.read_x_scales(tile, part, step), self.w_scales[block, step]
+            return self.read_x_scales(tile, part, step), scales_of_w[block, step]
 
         def add(step: Scalar, carry: Any, waited: bool = False) -> Any:
             total, stage, (x_scales, w_scale) = carry

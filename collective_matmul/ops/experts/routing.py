@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from collective_matmul.operands.arithmetic import accumulator
-
 
 class Routing(NamedTuple):
     """The decision of a router about some tokens.
@@ -88,28 +86,6 @@ class Plan(NamedTuple):
         rows = jnp.zeros(self.tokens.shape, self.weights.dtype)
         flat = self.places.reshape(-1)
         return rows.at[flat].set(self.weights.reshape(-1), unique_indices=True)
-
-    def combined(self, rows: jax.Array, weights: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-        """Each token's sum over its experts, in their order, added in at least float32.
-
-        Args:
-          rows: [M, N], in the sorted order; rows of no expert may have any value.
-          weights: [T, k], the factors of the rows; None: the rows are added as they are.
-          dtype: of the result.
-
-        Returns:
-          [T, N].
-        """
-        is_here, total = self.is_here, None
-        places = jnp.where(is_here, self.places, 0)
-        for j in range(places.shape[1]):
-            term = rows[places[:, j]].astype(accumulator(dtype))
-            if weights is not None:
-                term = term * weights[:, j, None].astype(term.dtype)
-            term = jnp.where(is_here[:, j, None], term, 0)
-            total = term if total is None else total + term
-        assert total is not None
-        return total.astype(dtype)
 
     def of_tokens(self, values: jax.Array) -> jax.Array:
         """[T, k] from a value of each sorted pair, [M]; 0 for experts of other devices."""

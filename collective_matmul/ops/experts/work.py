@@ -242,7 +242,7 @@ class ExpertWork:
         if bias is not None and columns is not None:
             bias = bias[:, slice(*columns)]
         rows = add_bias(rows, bias, plan)
-        return plan.combined(rows, plan.weights, self.dtype)
+        return backend.sum_rows(rows, plan.places, plan.count, plan.weights, self.dtype)
 
     def hidden_gradients(
         self, dy: Any, hidden: Hidden, plan: Plan, ws: PassWeights
@@ -267,9 +267,10 @@ class ExpertWork:
     def input_gradient(self, dhidden: Hidden, plan: Plan, ws: PassWeights) -> jax.Array:
         """Dx [T, h], this device's term."""
         request, backend = self._input_gradient
-        rows = self._in_format(self._input_gradient, dhidden, of_gradient=True)
-        pairs = [*zip(rows, ws.back, strict=True)]
-        return plan.combined(backend.matmul(request, pairs, plan.sizes), None, self.dtype)
+        operands = self._in_format(self._input_gradient, dhidden, of_gradient=True)
+        pairs = [*zip(operands, ws.back, strict=True)]
+        rows = backend.matmul(request, pairs, plan.sizes)
+        return backend.sum_rows(rows, plan.places, plan.count, None, self.dtype)
 
     def weight_gradients(
         self, visits: Sequence[GradientRows], added_to: ExpertWeights | None

@@ -165,13 +165,15 @@ def test_products(case: Products) -> None:
 
 @dataclass(frozen=True)
 class Outer:
-    """A call of `grouped_outer`, with K, N, the number of parts, and which rows come by index."""
+    """A call of `grouped_outer`: K, N, the number of parts, which rows come by index, whether it
+    adds to an array."""
 
     contracted: int
     columns: int
     parts: int = 1
     left: bool = False
     right: bool = False
+    adds: bool = False
     tiling: Tiling = TALL
 
     def check(self, target: Target) -> np.ndarray:
@@ -185,11 +187,16 @@ class Outer:
             return OuterPart(left, right, SIZES, left_index, right_index)
 
         parts = jax.tree.map(jnp.asarray, [*map(part, lefts, rights)])
-        result = np.asarray(grouped_outer(parts, self.tiling, target))
-        assert result.shape == (GROUPS, self.contracted, self.columns)
+        shape = GROUPS, self.contracted, self.columns
+        before = np.random.default_rng(8).standard_normal(shape).astype(lefts[0].dtype)
+        added_to = jnp.asarray(before) if self.adds else None
+        result = np.asarray(grouped_outer(parts, self.tiling, target, added_to))
+        assert result.shape == shape
         for g in range(GROUPS):
             rows = rows_of(g)
             pairs = [(x[rows].T, y[rows]) for x, y in zip(lefts, rights, strict=True)]
+            if self.adds:
+                pairs.append((np.eye(self.contracted), before[g]))
             # Groups without rows have gradients too: zero.
             assert_sum_of_products(result[g], pairs)
         return result
@@ -200,6 +207,7 @@ OUTERS = {
     "two parts, the left by index": Outer(64, 64, parts=2, left=True),
     "the right by index": Outer(192, 64, right=True),
     "clusters": Outer(192, 64, tiling=replace(TALL, cluster_dimension="m")),
+    "added to an array": Outer(128, 256, adds=True),
 }
 
 

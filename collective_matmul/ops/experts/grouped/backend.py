@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from collective_matmul.dispatch.contract import Backend
@@ -110,6 +111,37 @@ class GroupedBackend(Backend, Protocol):
         """
         del request, count
         return x, index
+
+    def sum_rows(
+        self,
+        rows: jax.Array,
+        places: jax.Array,
+        count: jax.Array,
+        weights: jax.Array | None,
+        dtype: jnp.dtype,
+    ) -> jax.Array:
+        """Each token's sum of its rows, in the order of its choices, added in at least float32.
+
+        Args:
+          rows: [M, N]; those that no token has may have any value.
+          places: int32 [T, k], the row of each choice.
+          count: int32 scalar; places from here on have no row.
+          weights: [T, k], the factors of the rows; None: they are added as they are.
+          dtype: of the result.
+
+        Returns:
+          [T, N].
+        """
+        is_there, total = places < count, None
+        places = jnp.where(is_there, places, 0)
+        for j in range(places.shape[1]):
+            term = rows[places[:, j]].astype(accumulator(dtype))
+            if weights is not None:
+                term = term * weights[:, j, None].astype(term.dtype)
+            term = jnp.where(is_there[:, j, None], term, 0)
+            total = term if total is None else total + term
+        assert total is not None
+        return total.astype(dtype)
 
     def map_rows(
         self,

@@ -4,7 +4,7 @@
 name        what it does
 ==========  =====================================================================================
 ``xla``     `jax.lax.ragged_dot`: the reference, slow on GPUs
-``mosaic``  kernels of this library for Hopper GPUs, chosen by name
+``mosaic``  kernels of this library for Hopper GPUs, also of operands in 8 bits
 ``triton``  kernels of this library, which read rows by index and add gradients in place
 ==========  =====================================================================================
 """

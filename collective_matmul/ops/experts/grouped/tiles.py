@@ -7,10 +7,12 @@ import math
 import jax
 import jax.numpy as jnp
 
+from collective_matmul.mosaic_gpu.grouped_matmul.group_tiles import sums_up_to
+
 
 def starts_of(sizes: jax.Array) -> jax.Array:
     """The first row of each group, int32 [G], if groups follow each other."""
-    return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    return sums_up_to(sizes) - sizes
 
 
 def count_tiles(rows: int, groups: int, block: int) -> int:
@@ -31,7 +33,7 @@ def tiles_of(sizes: jax.Array, rows: int, block: int) -> jax.Array:
       their first row is the end.
     """
     tiles = (sizes + (block - 1)) // block
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    ends = sums_up_to(tiles)
     number = jnp.arange(count_tiles(rows, sizes.size, block), dtype=jnp.int32)
     group = jnp.sum(number[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, sizes.size - 1)

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from collective_matmul.dispatch.contract import Configuration, Prediction
 from collective_matmul.hardware import rates, traced_device
 from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
+from collective_matmul.operands.format import PLAIN
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
+from collective_matmul.ops.experts.grouped.measured import nearest
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
 from collective_matmul.ops.experts.grouped.triton_kernels import (
     Blocks,
@@ -21,18 +23,25 @@ from collective_matmul.ops.experts.grouped.triton_kernels import (
     grouped_matmuls,
     grouped_outer,
     map_rows,
+    sum_rows,
 )
 from collective_matmul.ops.experts.grouped.xla import conversion_seconds, kernel_seconds
 
-#: The share of a matmul's rate that the kernels reach with at least 256 rows in each group, on one
-#: H100: 540 TFLOP/s for gate and up, 480 for down, 550 for dx, 460 for weight gradients.
+#: The share of a matmul's rate that the kernels reach where nothing alike was measured.
 _SHARE, _GRADIENT_SHARE = 0.8, 0.72
 _ERROR = 0.3
+#: Offsets are 32-bit numbers: arrays have fewer elements than this.
+TRITON_ELEMENTS = 2**31
 
 #: Weight gradients with at least this many columns read copies of rows, not rows by index. On one
 #: H100 a step with copies takes 0.72 to 0.83 of the time; the copies cost as much as that gains at
 #: some 2,500 columns.
 _COLUMNS_WORTH_A_COPY = 3072
+
+#: Rows of each group up to which a product takes the time to read its matrices.
+_FEW_ROWS = 16
+#: Programs that read matrices at once: about one for each multiprocessor.
+_READERS = 128
 
 #: Blocks of float32, and of weight gradients in half precision: rows that follow each other, or
 #: that come by index.
@@ -111,6 +120,17 @@ class TritonGrouped(GroupedBackend):
             return x, index
         return copy_rows(x, index, count, interpret=not on_gpu()), None
 
+    def sum_rows(
+        self,
+        rows: jax.Array,
+        places: jax.Array,
+        count: jax.Array,
+        weights: jax.Array | None,
+        dtype: jnp.dtype,
+    ) -> jax.Array:
+        """One kernel; see `GroupedBackend`."""
+        return sum_rows(rows, places, count, weights, dtype, interpret=not on_gpu())
+
     def map_rows(
         self,
         fun: Callable[..., tuple[Sequence[jax.Array], jax.Array | None]],
@@ -144,16 +164,17 @@ class TritonGrouped(GroupedBackend):
             request.groups * request.contracted * request.columns,
             request.all_rows * max(request.contracted, request.columns),
         )
-        if elements >= 2**31:
+        if elements >= TRITON_ELEMENTS:
             return f"an operand has {elements} elements, and its kernels address fewer than 2**31"
         return None
 
     def predict(self, request: GroupedRequest) -> Prediction | None:
-        """From the rate that its kernels reached."""
-        gpu = rates()
+        """From the rate that its kernels reached at the product most like it."""
+        gpu, measured = rates(), nearest(replace(request, format=PLAIN), self.name)
         if gpu is None:
             return None
         share = _GRADIENT_SHARE if request.op == "grouped_weight_gradient" else _SHARE
+        share = share if measured is None else measured.share(self.name)
         width = jnp.dtype(request.dtype).itemsize / 2
         seconds = kernel_seconds(request, share) * width + conversion_seconds(request)
         return Prediction(seconds, _ERROR, gpu.basis)
@@ -168,6 +189,8 @@ class TritonGrouped(GroupedBackend):
         rows = next((size for size in (16, 32, 64) if per_group <= size), 128)
         columns = 256 if request.columns >= 256 else 128
         wide = Blocks(rows=rows, columns=columns, stages=4)
+        if per_group <= _FEW_ROWS:
+            return _reading_blocks(request, rows)
         others = [
             replace(wide, rows_at_once=at_once, stages=stages)
             for at_once, stages in itertools.product((4, 8, 16), (3, 4))
@@ -179,6 +202,19 @@ class TritonGrouped(GroupedBackend):
         """This backend with fixed blocks."""
         assert isinstance(configuration, Blocks)
         return type(self)(configuration)
+
+
+def _reading_blocks(request: GroupedRequest, rows: int) -> list[Blocks]:
+    """Blocks for few rows in each group, whose time is that of reading matrices.
+
+    All multiprocessors read, even if few groups have rows, as those of one token.
+    """
+    used = min(request.groups, request.used_rows)
+    widths = (128, 64, 32)
+    is_enough = (used * (request.columns // width) >= _READERS for width in widths)
+    first = next((w for w, enough in zip(widths, is_enough, strict=True) if enough), widths[-1])
+    ordered = [first, *(width for width in widths if width != first)]
+    return [Blocks(rows, columns, contracted=128, warps=4, stages=4) for columns in ordered]
 
 
 def _gradient_blocks(parts: Sequence[OuterPart]) -> Blocks:

@@ -88,11 +88,17 @@ class XlaGrouped(GroupedBackend):
         del request
 
     def predict(self, request: GroupedRequest) -> Prediction | None:
-        """A multiple of a matmul's time on GPUs."""
+        """A multiple of a matmul's time on GPUs, or the time to read the matrices of all groups."""
         gpu = rates()
         if gpu is None:
             return None
-        seconds = request.flops / gpu.sustained_flops * _SLOWDOWN + conversion_seconds(request)
+        computing = request.flops / gpu.sustained_flops * _SLOWDOWN
+        # Rows are written, and read again, once for each group.
+        copies = 2 * request.all_rows * request.contracted * request.groups
+        matrices = request.groups * request.contracted * request.columns
+        numbers = request.pairs * (matrices + copies)
+        reading = numbers * np.dtype(request.dtype).itemsize / gpu.operand_bytes
+        seconds = max(computing, reading) + conversion_seconds(request)
         return Prediction(gpu.kernel_seconds + seconds, 0.0, gpu.basis)
 
 
@@ -113,9 +119,15 @@ def conversion_seconds(request: GroupedRequest) -> float:
 
 
 def kernel_seconds(request: GroupedRequest, share: float) -> float:
-    """Predicted seconds of a kernel that reaches this share of the sustained rate."""
-    gpu = assumed_rates()
-    matrices = request.groups * request.contracted * request.columns * request.pairs
+    """Predicted seconds of a kernel that reaches this share of the sustained rate.
+
+    It reads a matrix once for the rows of its group, and not at all if there are none.
+    """
+    gpu, groups = assumed_rates(), request.groups
+    if request.op == "grouped_matmul":
+        # Expected, if rows choose their groups independently.
+        groups *= 1 - (1 - 1 / groups) ** request.used_rows
+    matrices = groups * request.contracted * request.columns * request.pairs
     moved = (matrices + request.used_rows * (request.contracted + request.columns)) * 2
     busy = max(request.flops / (share * gpu.sustained_flops), moved / gpu.operand_bytes)
     return gpu.kernel_seconds + busy

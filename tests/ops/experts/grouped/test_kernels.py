@@ -19,7 +19,9 @@ from collective_matmul.ops.experts.grouped.triton_kernels import (
     grouped_matmuls,
     grouped_outer,
     map_rows,
+    sum_rows,
 )
+from collective_matmul.ops.experts.grouped.xla import XlaGrouped
 
 #: Smaller than all sizes, which they do not divide. A kernel's blocks are powers of two.
 BLOCKS = Blocks(rows=4, columns=4, contracted=2, rows_at_once=2)
@@ -150,6 +152,25 @@ def test_map_rows(count: int) -> None:
     np.testing.assert_array_equal(sums[:count], (a * b).sum(1)[:count])
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_rows(weighted: bool, dtype: str) -> None:
+    """Rows from `USED` on are NaN, and so is every row that no token has."""
+    rows = poisoned(drawn(ROWS, COLUMNS, dtype=dtype))
+    places = np.random.default_rng(3).permutation(ROWS).reshape(-1, 2).astype(np.int32)
+    weights = drawn(*places.shape, seed=4) if weighted else None
+    operands: Any = rows, places, jnp.int32(USED), weights
+    fun = functools.partial(sum_rows, dtype=rows.dtype, interpret=True)
+    found = jax.jit(fun)(*operands)
+    factors = np.ones(places.shape) if weights is None else weights
+    there = places < USED
+    terms = np.where(there[..., None], np.nan_to_num(rows.astype(np.float64))[places], 0)
+    expected = (terms * factors[..., None]).sum(1).astype(rows.dtype)
+    np.testing.assert_array_equal(found, expected)
+    default = jax.jit(functools.partial(XlaGrouped().sum_rows, dtype=rows.dtype))(*operands)
+    np.testing.assert_array_equal(default, expected)
+
+
 #: From jax 0.11 on, a warning says that Pallas' backend for Triton will be removed.
 lowers_triton = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -187,7 +208,10 @@ def all_kernels(
         results=1,
         row_sums=True,
     )
-    return back, gradient, mapped
+    places = jnp.stack([index] * 3, axis=1)
+    weights = places.astype(jnp.float32)
+    sums = sum_rows(product, places, sizes.sum(dtype=jnp.int32), weights, x.dtype)
+    return back, gradient, mapped, sums
 
 
 def operands(devices: int = 1) -> list[Any]:
@@ -199,9 +223,9 @@ def operands(devices: int = 1) -> list[Any]:
 @lowers_triton
 def test_kernels_lower_for_cuda() -> None:
     text = lowered(all_kernels, *operands())
-    for name in ("grouped_matmul", "grouped_outer", "map_rows"):
+    for name in ("grouped_matmul", "grouped_outer", "map_rows", "sum_rows"):
         assert name in text
-    assert text.count("__gpu$xla.gpu.triton") == 4
+    assert text.count("__gpu$xla.gpu.triton") == 5
 
 
 @lowers_triton
@@ -216,4 +240,4 @@ def test_kernels_lower_inside_of_shard_map(check_vma: bool) -> None:
         out_specs=spec,
         check_vma=check_vma,
     )
-    assert lowered(mapped, *operands(2)).count("__gpu$xla.gpu.triton") == 4
+    assert lowered(mapped, *operands(2)).count("__gpu$xla.gpu.triton") == 5
