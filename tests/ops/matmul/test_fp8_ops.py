@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter
 from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
-from tests.covering import cover
+from tests.covering import covering
 from tests.fp8_reference import SHIPPED_RECIPES, Fp8Case
 from tests.ops.matmul.ring.test_program_structure import equations
 from tests.reference import (
@@ -91,7 +91,7 @@ def factors(case: Fp8Case) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", [case for case in cover(PRODUCT, factors) if not case.marks])
+@pytest.mark.parametrize("case", covering(PRODUCT, factors))
 @simulated_or_compiled
 def test_matches_quantized_operands(case: Fp8Case, run: Callable, make_mesh: MeshFactory) -> None:
     assert_close(case.compare(make_mesh({AXIS: case.devices}), run=run))

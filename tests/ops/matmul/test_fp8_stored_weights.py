@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import collective_matmul
 from collective_matmul import Quantized, prequantize
 from tests.conftest import MeshFactory
-from tests.covering import cover
+from tests.covering import covering
 from tests.fp8_reference import SHIPPED_RECIPES, Fp8Case
 from tests.ops.matmul.ring.test_program_structure import equations
 from tests.reference import AXIS, OPS, Comparison, assert_close, poisoned_results
@@ -132,7 +132,7 @@ def poisoned() -> Iterator[list[tuple[int, ...]]]:
         yield shapes
 
 
-@pytest.mark.parametrize("case", [case for case in cover(PRODUCT, factors) if not case.marks])
+@pytest.mark.parametrize("case", covering(PRODUCT, factors))
 @simulated_or_compiled
 def test_matches_quantized_operands(
     case: StoredCase, run: Callable, make_mesh: MeshFactory

@@ -20,7 +20,7 @@ import collective_matmul
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter
 from collective_matmul.schedule.schedules import make_schedule
 from tests.conftest import MeshFactory
-from tests.covering import cover
+from tests.covering import covering
 from tests.hopper import _for_hopper  # noqa: F401
 from tests.ops.matmul.ring.test_program_structure import equations
 from tests.reference import AXIS, OPS, PORTABLE, Case, assert_close, poisoned_results
@@ -130,9 +130,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [*(case for case in cover(PRODUCT, factors) if not case.marks), *ALONE]
-)
+@pytest.mark.parametrize("case", [*covering(PRODUCT, factors), *ALONE])
 @simulated_or_compiled
 def test_values_and_gradients(case: ShardedCase, run: Callable, make_mesh: MeshFactory) -> None:
     mesh = make_mesh({FSDP: case.weight_devices, AXIS: case.devices})

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from collective_matmul import record_decisions
 from models import families
-from tests.covering import cover
+from tests.covering import covering
 from tests.train.reports import RECORD
 from tests.train.test_step import SHORT, Trainer
 from train.checkpoint.checkpoint import Checkpoints
@@ -148,7 +148,7 @@ def covering_cases() -> list[Any]:
         # An axis divides the experts or their hidden features.
         if not (left[2] == "tensor" and left[1] in ("tensor", "both"))
     ]
-    return [p.values[0] for p in cover(cases, lambda case: case) if not p.marks]
+    return covering(cases, lambda case: case)
 
 
 CASES = covering_cases()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.covering import cover
+from tests.covering import covering
 from tests.train.test_step import SHORT, Trainer
 from train.checkpoint.checkpoint import Checkpoints
 from train.config.config import ONE_DEVICE, MeshSizes
@@ -39,8 +39,7 @@ def covering_cases() -> list[dict[str, Any]]:
     ]
     # The plain model does not gather weights in its matmuls.
     cases = [c for c in cases if (c["overlap"], c["weight_gather"]) != ("rewrite", "matmuls")]
-    chosen = (parameter for parameter in cover(cases, lambda case: case) if not parameter.marks)
-    return [parameter.values[0] for parameter in chosen]
+    return covering(cases, lambda case: case)
 
 
 CASES = covering_cases()
