@@ -45,6 +45,7 @@ def covering_cases() -> list[dict[str, Any]]:
 CASES = covering_cases()
 #: As many as the chain of resumes has.
 STEPS = 2 * len(CASES)
+COMPARED = 8  # A wrong gradient changes the second loss.
 
 
 @functools.cache
@@ -76,7 +77,7 @@ def assert_same_curve(curve: np.ndarray, expected: np.ndarray) -> None:
 def test_a_run_has_the_curve_of_one_device(one_device, number):
     trainer = trainer_of(number)
     trainer.restart()
-    assert_same_curve(trainer.run(STEPS)["loss"], one_device["loss"])
+    assert_same_curve(trainer.run(COMPARED)["loss"], one_device["loss"][:COMPARED])
 
 
 @pytest.mark.exhaustive
