@@ -153,10 +153,13 @@ def test_gradients_of_float32_shards_are_summed_in_float32(
             x, w, AXIS, weight_axis_name=FSDP, implementation=implementation
         )
 
-    sharded = in_parts(product, mesh, P(FSDP), P(FSDP))
-    x = jnp.asarray([[1.0] * 4, [2**-10] * 4], jnp.bfloat16)
-    y, transpose = jax.vjp(sharded, x, jnp.ones((4, 8), jnp.float32))
-    dx, dw = transpose(jnp.ones_like(y))
+    @jax.jit
+    def gradients(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        y, transpose = jax.vjp(in_parts(product, mesh, P(FSDP), P(FSDP)), x, w)
+        return y, *transpose(jnp.ones_like(y))
+
+    x = np.asarray([[1.0] * 4, [2**-10] * 4], jnp.bfloat16)
+    y, dx, dw = gradients(x, np.ones((4, 8), np.float32))
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     np.testing.assert_array_equal(dw, np.full((4, 8), 1 + 2**-10, np.float32))
 
