@@ -73,9 +73,10 @@ def assert_same_curve(sizes: tuple[int, int, int], expected: Any = None, **chang
     ("sizes", "changes"),
     [
         ((1, 2, 2), dict(expert_axes="fsdp", expert_hidden_axis="tensor", zero=3, scan_layers=1)),
-        (
+        pytest.param(
             (2, 2, 2),
             dict(expert_axes="both", zero=2, gradient_accumulation_steps=2, overlap="ring"),
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             (1, 2, 2),
