@@ -43,7 +43,7 @@ def cover(
 
 
 def covering(cases: Sequence[Any], factors: Callable[[Any], Mapping[str, Hashable]]) -> list[Any]:
-    """Those cases of `cover` alone that hold every pair of values."""
+    """Few cases that hold every pair of values: those of `cover` without the marker."""
     return [cases[index] for index in sorted(_covering(cases, factors))]
 
 

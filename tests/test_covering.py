@@ -1,4 +1,4 @@
-"""What `make test` runs holds every pair of values, and the exhaustive cases hold every triple."""
+"""Default cases hold every pair of values, and with the exhaustive ones every triple."""
 
 from __future__ import annotations
 
