@@ -42,9 +42,11 @@ def cover(
     ]
 
 
-def covering(cases: Sequence[Any], factors: Callable[[Any], Mapping[str, Hashable]]) -> list[Any]:
-    """Few cases that hold every pair of values: those of `cover` without the marker."""
-    return [cases[index] for index in sorted(_covering(cases, factors))]
+def covering(
+    cases: Sequence[Any], factors: Callable[[Any], Mapping[str, Hashable]], strength: int = 2
+) -> list[Any]:
+    """Few cases that hold every pair of values, or with a strength of 1 every value."""
+    return [cases[index] for index in sorted(_covering(cases, factors, strength))]
 
 
 def pairwise(**factors: Sequence[Any]) -> pytest.MarkDecorator:

@@ -27,7 +27,7 @@ from tests.reference import (
     poisoned_results,
     reference,
 )
-from tests.rewrite.simulator import simulated_or_compiled
+from tests.rewrite.simulator import some_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -91,8 +91,7 @@ def factors(case: Fp8Case) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", covering(PRODUCT, factors))
-@simulated_or_compiled
+@some_compiled(covering(PRODUCT, factors), factors)
 def test_matches_quantized_operands(case: Fp8Case, run: Callable, make_mesh: MeshFactory) -> None:
     assert_close(case.compare(make_mesh({AXIS: case.devices}), run=run))
 

@@ -24,7 +24,7 @@ from tests.covering import covering
 from tests.hopper import _for_hopper  # noqa: F401
 from tests.ops.matmul.ring.test_program_structure import equations
 from tests.reference import AXIS, OPS, PORTABLE, Case, assert_close, poisoned_results
-from tests.rewrite.simulator import simulated_or_compiled
+from tests.rewrite.simulator import some_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -130,8 +130,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("case", [*covering(PRODUCT, factors), *ALONE])
-@simulated_or_compiled
+@some_compiled([*covering(PRODUCT, factors), *ALONE], factors)
 def test_values_and_gradients(case: ShardedCase, run: Callable, make_mesh: MeshFactory) -> None:
     mesh = make_mesh({FSDP: case.weight_devices, AXIS: case.devices})
     assert_close(case.compare(mesh, run=run))

@@ -110,10 +110,10 @@ def test_all_but_matrices_are_whole_and_do_not_decay():
 def covering_cases() -> list[Any]:
     """Few cases that hold all pairs of a mesh, a place of experts and settings."""
     factors: dict[str, list[Any]] = {
-        "sizes": [(1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 4, 2)],
+        "sizes": [(1, 8, 1), (2, 2, 2), (1, 2, 4)],
         "expert_axes": ["tensor", "fsdp", "both", "none"],
         "expert_hidden_axis": [None, "tensor"],
-        "zero": [0, 1, 2, 3],
+        "zero": [0, 1, 3],
         "weight_gather": ["blocks", "matmuls"],
         "gradient_accumulation_steps": [1, 2],
         "remat": ["none", "dots", "full"],
@@ -121,20 +121,18 @@ def covering_cases() -> list[Any]:
         "overlap": ["xla", "ring", "ring_direct"],
         "scan_layers": [0, 1],
     }
-    # All products are too many to search: each of the first five factors is combined with rows of
-    # the others that have every pair.
-    first = [*itertools.product(*[*factors.values()][:5])]
-    rest = [*itertools.product(*[*factors.values()][5:])]
-    cases = [
-        dict(zip(factors, (*left, *rest[(7 * number) % len(rest)]), strict=True))
-        for number, left in enumerate(first)
-        # An axis divides the experts or their hidden features.
-        if not (left[2] == "tensor" and left[1] in ("tensor", "both"))
+    cases = [dict(zip(factors, row, strict=True)) for row in itertools.product(*factors.values())]
+    few = [cases[number] for number in np.random.default_rng(0).choice(len(cases), 1000, False)]
+    # An axis divides the experts or their hidden features.
+    divided = [
+        case
+        for case in few
+        if case["expert_hidden_axis"] is None or case["expert_axes"] in ("fsdp", "none")
     ]
     # Layers that are not scanned are compiled one by one: the cases above have two.
     return [
         case if case["scan_layers"] else case | {"model": ONE_LAYER}
-        for case in covering(cases, lambda case: case)
+        for case in covering(divided, lambda case: case)
     ]
 
 

@@ -256,7 +256,6 @@ def test_shards_are_quantized_once_and_gathered_in_8_bits(
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"fp8": "rowwise"}, marks=pytest.mark.exhaustive),
         pytest.param(
             {"fp8": "tensorwise", "fp8_layers": "*", "scan_layers": 1, "zero": 2, "fsdp": 2},
             marks=pytest.mark.exhaustive,
