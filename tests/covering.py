@@ -1,14 +1,14 @@
 """Covering subsets of products of parameters: few cases that hold every pair of values.
 
-Most mistakes show at one value or at a pair of values (Kuhn, Wallace and Gallo, Software Fault
-Interactions and Implications for Software Testing, 2004). `make test` runs the cases of such a
-subset; those that are left have the marker `exhaustive`.
+Most mistakes show at one value or at a pair of values, and nearly all at three (Kuhn, Wallace and
+Gallo, Software Fault Interactions and Implications for Software Testing, 2004). `make test` runs
+cases that hold every pair. Those with the marker `exhaustive` hold every triple with them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import pytest
@@ -20,35 +20,37 @@ def cover(
     *,
     ids: Callable[[Any], str] | None = None,
 ) -> list[Any]:
-    """All cases as parameters for pytest; those that a covering subset leaves out are exhaustive.
+    """Cases that hold every triple of values; those that the pairs do not need are exhaustive.
 
     Args:
-      cases: from which the subset is chosen, each valid by itself.
+      cases: of which some are chosen, each valid by itself.
       factors: the values of a case, by factor. Each pair of values that any case holds is held by
-        a case of the subset.
+        a case without the marker, and each triple by a case. Cases of three factors are all there.
       ids: names a case.
 
     Returns:
-      A `pytest.param` for each case, in the order given.
+      A `pytest.param` for each case that is chosen, in the order given.
     """
-    chosen = _covering(cases, factors)
+    pairs = _covering(cases, factors)
     return [
         pytest.param(
-            case,
-            id=ids(case) if ids else None,
-            marks=() if index in chosen else pytest.mark.exhaustive,
+            cases[index],
+            id=ids(cases[index]) if ids else None,
+            marks=() if index in pairs else pytest.mark.exhaustive,
         )
-        for index, case in enumerate(cases)
+        for index in sorted(_covering(cases, factors, 3, pairs))
     ]
 
 
-def covering(cases: Sequence[Any], factors: Callable[[Any], Mapping[str, Hashable]]) -> list[Any]:
-    """The covering subset alone, for products that are too large to run at all; see `cover`."""
-    return [cases[index] for index in sorted(_covering(cases, factors))]
+def covering(
+    cases: Sequence[Any], factors: Callable[[Any], Mapping[str, Hashable]], strength: int = 2
+) -> list[Any]:
+    """Few cases that hold every pair of values, or with a strength of 1 every value."""
+    return [cases[index] for index in sorted(_covering(cases, factors, strength))]
 
 
 def pairwise(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test by the product of all factors, of which a covering subset is default.
+    """Parametrizes a test by values of all factors: each pair by default, each triple exhaustively.
 
     Example:
       @pairwise(op=OPS, devices=[1, 2, 4], dtype=["float32", "bfloat16"])
@@ -57,25 +59,31 @@ def pairwise(**factors: Sequence[Any]) -> pytest.MarkDecorator:
     names = list(factors)
     # Values need not be hashable: their positions stand for them.
     positions = list(itertools.product(*(range(len(values)) for values in factors.values())))
-    marks = cover(positions, lambda case: dict(zip(names, case, strict=True)))
     rows = [
         pytest.param(
-            *(factors[name][position] for name, position in zip(names, case, strict=True)),
+            *(factors[name][at] for name, at in zip(names, parameter.values[0], strict=True)),
             marks=parameter.marks,
         )
-        for case, parameter in zip(positions, marks, strict=True)
+        for parameter in cover(positions, lambda case: dict(zip(names, case, strict=True)))
     ]
     return pytest.mark.parametrize(names, rows)
 
 
-def _covering(cases: Sequence[Any], factors: Callable[[Any], Mapping[str, Hashable]]) -> set[int]:
-    """Indices of the cases chosen: greedily, the one that holds most of what no other holds yet.
+def _covering(
+    cases: Sequence[Any],
+    factors: Callable[[Any], Mapping[str, Hashable]],
+    strength: int = 2,
+    given: Set[int] = frozenset(),
+) -> set[int]:
+    """Indices of cases that hold, with those given, all that any holds of so many values together.
 
-    Of cases that hold as much the first is taken, so that every process chooses the same.
+    They are chosen greedily: the one that holds most of what no other holds yet. Of cases that hold
+    as much the first is taken, so that every process chooses the same.
     """
-    held = [set(itertools.combinations(sorted(factors(case).items()), 2)) for case in cases]
-    missing = set().union(*held)
-    chosen: set[int] = set()
+    values = [sorted(factors(case).items()) for case in cases]
+    held = [set(itertools.combinations(each, min(strength, len(each)))) for each in values]
+    missing = set().union(*held).difference(*(held[index] for index in given))
+    chosen = set(given)
     while missing:
         best = max(range(len(cases)), key=lambda index: len(held[index] & missing))
         chosen.add(best)

@@ -1,8 +1,9 @@
-"""The covering subsets that `make test` runs hold every pair of values."""
+"""Default cases hold every pair of values, and with the exhaustive ones every triple."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -17,11 +18,16 @@ def default(parameters: list[Any]) -> list[Any]:
     return [parameter.values for parameter in parameters if not parameter.marks]
 
 
-def test_every_pair_of_values_is_held() -> None:
+def test_every_pair_and_every_triple_of_values_is_held() -> None:
     sizes = {"a": 3, "b": 4, "c": 2, "d": 2}
     names, rows = pairwise(**{name: range(size) for name, size in sizes.items()}).args
     assert names == list(sizes)
-    assert [row.values for row in rows] == list(itertools.product(*map(range, sizes.values())))
+    every = [row.values for row in rows]
+    assert every == sorted(every)
+    assert len(set(every)) == len(every) <= 30  # Of 48; the triples of a, b, and c alone need 24.
+    for three in itertools.combinations(range(len(sizes)), 3):
+        held = {tuple(values[factor] for factor in three) for values in every}
+        assert len(held) == math.prod([*sizes.values()][factor] for factor in three)
     chosen = default(rows)
     assert len(chosen) <= 14  # Of 48; the pairs of a and b alone need 12.
     for (i, first), (j, second) in itertools.combinations(enumerate(sizes.values()), 2):

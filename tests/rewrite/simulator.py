@@ -25,6 +25,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from collective_matmul.jaxprs.graph import communicates, type_of
+from tests.covering import covering
 from tests.rewrite import numpy_operations
 from tests.rewrite.numpy_operations import Stacks, stored
 
@@ -83,6 +84,21 @@ def simulated(fun: Callable) -> Callable:
         )
 
     return simulate
+
+
+def some_compiled(cases: Sequence[Any], factors: Callable[[Any], Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test by cases that `run` simulates.
+
+    Exhaustive runs compile few of them too, which hold each value of every factor.
+    """
+    compiled = covering(cases, factors, 1)
+    return pytest.mark.parametrize(
+        ("case", "run"),
+        [
+            *((case, simulated) for case in cases),
+            *(pytest.param(case, jax.jit, marks=pytest.mark.exhaustive) for case in compiled),
+        ],
+    )
 
 
 #: For tests of many programs: `run` simulates them, and in exhaustive runs compiles them too.

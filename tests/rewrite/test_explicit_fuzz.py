@@ -17,7 +17,7 @@ from collective_matmul.rewrite.match import weight_gathers
 from tests.rewrite.explicit_fuzz import search
 
 #: Numbers of draws: in each test, in the short search and in the long one.
-BLOCK, SHORT_SEARCH, LONG_SEARCH = 50, 50, 600
+BLOCK, SHORT_SEARCH, LONG_SEARCH = 50, 50, 300
 
 
 @pytest.mark.parametrize(

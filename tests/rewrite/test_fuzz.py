@@ -15,7 +15,7 @@ from tests.rewrite.minimize import kind, minimized, script
 from tests.rewrite.random_programs import Case, drawn, functions
 
 #: Numbers of draws: in each test, in the short search and in the long one.
-BLOCK, SHORT_SEARCH, LONG_SEARCH = 25, 25, 200
+BLOCK, SHORT_SEARCH, LONG_SEARCH = 25, 25, 100
 
 
 def assert_nothing(result: Search) -> None:

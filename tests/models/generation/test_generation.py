@@ -79,6 +79,8 @@ BY_DEFAULT = [("padded", 1), ("padded", 4), ("window", 2), ("few heads of keys",
         )
         for name in MODELS
         for devices in (1, 2, 4)
+        # A model that is on four devices has what it has on fewer.
+        if devices == 4 or (name, devices) in BY_DEFAULT
     ],
 )
 def test_likeliest_tokens_are_those_of_the_reference(name, devices):

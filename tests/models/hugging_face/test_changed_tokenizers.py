@@ -109,7 +109,7 @@ def test_changed_files_are_taken_or_refused(data):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_many_changed_files_are_taken_or_refused(data):
     search(data)

@@ -127,7 +127,7 @@ def test_a_mutated_folder_is_usable_or_a_sentence(change):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(change=mutations())
 def test_many_mutated_folders_are_usable_or_a_sentence(change):
     check(change)

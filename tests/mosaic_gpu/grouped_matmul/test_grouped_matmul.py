@@ -221,7 +221,7 @@ def test_outer(case: Outer) -> None:
 @pytest.mark.parametrize("sizes", [SIZES, SIZES * 0, SIZES[::-1], np.array([0, 0, ROWS], np.int32)])
 @pytest.mark.parametrize("block", [64, 128])
 def test_tiles_cover_the_rows_of_groups_once(sizes: np.ndarray, block: int) -> None:
-    tiles = group_tiles(jnp.asarray(sizes), ROWS, block)
+    tiles = jax.jit(group_tiles, static_argnums=(1, 2))(sizes, ROWS, block)
     used, groups, rows, bounds = (np.asarray(each) for each in tiles)
     assert used <= len(groups) <= max(1, most_tiles(ROWS, len(sizes), block))
     owners = np.full(ROWS, -1)

@@ -30,7 +30,7 @@ from collective_matmul.operands.format import FORMATS
 from collective_matmul.operands.scaled import scaled_chunks
 from collective_matmul.schedule.schedules import Use, make_schedule
 from tests.conftest import MeshFactory
-from tests.covering import cover
+from tests.covering import covering
 from tests.hopper import MULTIPROCESSORS
 from tests.ops.matmul.ring.test_program_structure import RINGS, equations
 from tests.reference import AXIS, OPS, Case
@@ -333,7 +333,19 @@ def factors(form: tuple[MatmulProblem, Tiling]) -> dict[str, Any]:
     return dataclasses.asdict(tiling_) | axes | order
 
 
-@pytest.mark.parametrize("form", cover([*tuned_forms(), *FOUR_BLOCK_CLUSTERS], factors, ids=str))
+TILED_FORMS = [*tuned_forms(), *FOUR_BLOCK_CLUSTERS]
+QUICK_FORMS = covering(TILED_FORMS, factors)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(
+            form, id=str(form), marks=() if form in QUICK_FORMS else pytest.mark.exhaustive
+        )
+        for form in TILED_FORMS
+    ],
+)
 def test_every_measured_tiling_lowers(form: tuple[MatmulProblem, Tiling]) -> None:
     problem, tiling_ = form
     assert problem.can_swizzle(tiling_)

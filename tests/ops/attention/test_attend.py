@@ -171,8 +171,8 @@ def test_a_query_that_sees_nothing_has_zeros() -> None:
 
 
 def test_segments_are_those_of_ids() -> None:
-    ids = jnp.array([[2, 2, 5, 9, 9], [0, 0, 0, 0, 0]], jnp.int32)
-    segments = segments_of_ids(ids, 4)
+    ids = np.array([[2, 2, 5, 9, 9], [0, 0, 0, 0, 0]], np.int32)
+    segments = jax.jit(segments_of_ids, static_argnums=1)(ids, 4)
     np.testing.assert_array_equal(segments.ids, [[0, 0, 1, 2, 2], [0] * 5])
     np.testing.assert_array_equal(segments.lengths, [[2, 1, 2, 0], [5, 0, 0, 0]])
     np.testing.assert_array_equal(segments.offsets, [0, 2, 3, 5, 5, 10, 10, 10, 10])
@@ -192,11 +192,12 @@ def test_vmap_over_calls() -> None:
 
 
 def test_more_segments_than_announced_are_joined_to_the_last() -> None:
-    ids = jnp.array([[0, 1, 1, 2, 3, 0]], jnp.int32)
-    segments = segments_of_ids(ids, 3)
+    ids = np.array([[0, 1, 1, 2, 3, 0]], np.int32)
+    segments = jax.jit(segments_of_ids, static_argnums=1)(ids, 3)
     np.testing.assert_array_equal(segments.ids, [[0, 1, 1, 2, 2, 2]])
     np.testing.assert_array_equal(segments.offsets, [0, 1, 3, 6])
-    cut = segments_of_lengths(jnp.array([[2, 1], [5, 4]], jnp.int32), 6)
+    lengths = np.array([[2, 1], [5, 4]], np.int32)
+    cut = jax.jit(segments_of_lengths, static_argnums=1)(lengths, 6)
     np.testing.assert_array_equal(cut.lengths, [[2, 4], [5, 1]])
     np.testing.assert_array_equal(cut.ids, [[0, 0, 1, 1, 1, 1], [0] * 5 + [1]])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import expert_mlp
 from collective_matmul.ops.experts.backends import BACKENDS
 from tests.conftest import MeshFactory
+from tests.covering import covering
 from tests.ops.experts.grouped.test_kernels import lowered, lowers_triton
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
@@ -202,18 +204,32 @@ CASES = [
     Case({"expert": 2}, "ring", without=("b_gate", "b_up"), activation="silu"),
     Case({"expert": 1}, "xla", "triton"),
 ]
-OTHERS = [
-    Case({"expert": size, **more}, name, dtype=dtype)
-    for size in (1, 2, 3)
-    for name in BACKENDS
-    for dtype in ("float32", "bfloat16")
-    for more in ({}, {"hidden": 2}, {"fsdp": 2})
-]
+
+
+def others() -> list[Case]:
+    """Cases that hold each pair of a number of devices, an implementation, a dtype and an axis."""
+    factors: Any = {
+        "devices": (1, 2, 3),
+        "implementation": tuple(BACKENDS),
+        "dtype": ("float32", "bfloat16"),
+        "more": (None, "hidden", "fsdp"),
+    }
+    every = [
+        dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
+    ]
+    return [
+        Case(
+            {"expert": case["devices"], **({case["more"]: 2} if case["more"] else {})},
+            case["implementation"],
+            dtype=case["dtype"],
+        )
+        for case in covering(every, lambda case: case)
+    ]
 
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in OTHERS)],
+    [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in others())],
     ids=str,
 )
 def test_values_and_gradients(case: Case, make_mesh: MeshFactory) -> None:

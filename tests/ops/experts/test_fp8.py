@@ -73,8 +73,9 @@ def test_values_and_gradients(case: Case, make_mesh: MeshFactory) -> None:
 
 
 def is_fast(case: dict[str, Any]) -> bool:
-    """Kernels are interpreted on each device, which takes a minute on eight."""
-    return case["grouped"] == "xla" or case["devices"] <= 2
+    """Kernels are interpreted on each device, for seconds: `test_routings_share_a_program` has two
+    devices."""
+    return case["grouped"] == "xla" or case["devices"] == 1
 
 
 def pairs() -> list[Any]:
@@ -119,7 +120,7 @@ def test_values_and_gradients_of_all_backends(case: Case, make_mesh: MeshFactory
     ("fp8", "grouped"),
     [
         recipe("rowwise", (), "xla"),
-        *(recipe(fp8, EXHAUSTIVE, "triton") for fp8 in RULES),
+        recipe("blockwise", EXHAUSTIVE, "triton"),
     ],
 )
 def test_routings_share_a_program(fp8: str, grouped: str, make_mesh: MeshFactory) -> None:
@@ -141,8 +142,7 @@ def test_routings_share_a_program(fp8: str, grouped: str, make_mesh: MeshFactory
         recipe("tensorwise", (), "xla"),
         *(
             recipe(fp8, EXHAUSTIVE, name)
-            for fp8, name in itertools.product(RULES, BACKENDS)
-            if (fp8, name) != ("tensorwise", "xla")
+            for fp8, name in zip(itertools.cycle(RULES), sorted(BACKENDS), strict=False)
         ),
     ],
 )
@@ -168,7 +168,10 @@ def test_neither_repeats_nor_other_tokens_change_a_bit(
         recipe("rowwise", (), 2, "ring"),
         *(
             recipe(fp8, EXHAUSTIVE, dimension, name)
-            for fp8, dimension, name in itertools.product(RULES, (0, 1, 2), ("xla", "ring"))
+            for fp8, dimension, name in covering(
+                [*itertools.product(RULES, (0, 1, 2), ("xla", "ring"))],
+                lambda case: dict(zip(("fp8", "dimension", "implementation"), case, strict=True)),
+            )
             if (fp8, dimension, name) != ("rowwise", 2, "ring")
         ),
     ],

@@ -49,23 +49,13 @@ FACTORS: list[Any] = [
 ]
 
 
-def third_of_product() -> list[Case]:
-    """A third of the product of all factors, which holds every pair of their values.
+def pairs() -> list[Case]:
+    """Cases that hold each pair of values of all factors.
 
-    Pallas' interpreter takes seconds for each kernel of each device, so its cases are a covering
-    subset on few devices.
+    Pallas' interpreter takes seconds for each kernel of each device: its cases are on few devices.
     """
-    interpreted: list[tuple[Any, ...]] = []
-    compiled: list[tuple[Any, ...]] = []
-    for positions in itertools.product(*(range(len(values)) for values in FACTORS)):
-        chosen = tuple(values[at] for values, at in zip(FACTORS, positions, strict=True))
-        if chosen[2] == "xla":
-            compiled += [chosen] if sum(positions) % 3 == 0 else []
-        elif chosen[0] <= 3:
-            interpreted.append(chosen)
-    interpreted = covering(
-        interpreted, lambda case: {str(factor): value for factor, value in enumerate(case)}
-    )
+    every = [c for c in itertools.product(*FACTORS) if c[2] == "xla" or c[0] <= 3]
+    chosen = covering(every, lambda case: {str(at): value for at, value in enumerate(case)})
     return [
         case_of(
             {"expert": devices},
@@ -77,9 +67,7 @@ def third_of_product() -> list[Case]:
             tokens=tokens,
             options={"recompute_hidden": recompute},
         )
-        for devices, implementation, grouped, dtype, (choices, local, tokens, recompute) in (
-            compiled + interpreted
-        )
+        for devices, implementation, grouped, dtype, (choices, local, tokens, recompute) in chosen
     ]
 
 
@@ -89,7 +77,7 @@ def test_values_and_gradients(case: Case, make_mesh: MeshFactory) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", third_of_product(), ids=str)
+@pytest.mark.parametrize("case", pairs(), ids=str)
 def test_values_and_gradients_of_all_backends(case: Case, make_mesh: MeshFactory) -> None:
     case.check(make_mesh)
 
@@ -97,7 +85,8 @@ def test_values_and_gradients_of_all_backends(case: Case, make_mesh: MeshFactory
 def cases_by_axes() -> list[Any]:
     """Experts over several axes, hidden features over one, shards of weights over another.
 
-    A covering choice is quick; the others are exhaustive.
+    A few are quick. The exhaustive ones hold each pair of axes, implementation, and dimension that
+    is sharded.
     """
     meshes = [
         {"a": 2, "b": 2},
@@ -124,10 +113,19 @@ def cases_by_axes() -> list[Any]:
         dimension = case.options.get("weight_dimension")
         return (case.implementation, *case.axes.values(), dimension)
 
+    def factors(case: Case) -> dict[str, Any]:
+        implementation, *_, dimension = key(case)
+        axes = tuple(case.axes.items())
+        return {"axes": axes, "implementation": implementation, "dimension": dimension}
+
     found = [case for case in cases if key(case) in quick]
     assert len({key(case) for case in found}) == len(quick)
+    others = [case for case in covering(cases, factors) if case not in found]
     marks = pytest.mark.exhaustive
-    return [pytest.param(c, id=str(c), marks=() if c in found else marks) for c in cases]
+    return [
+        *(pytest.param(case, id=str(case)) for case in found),
+        *(pytest.param(case, id=str(case), marks=marks) for case in others),
+    ]
 
 
 @pytest.mark.parametrize("case", cases_by_axes())

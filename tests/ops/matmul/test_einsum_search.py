@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.conftest import MeshFactory
 from tests.ops.matmul.einsum_reference import EinsumCase
 from tests.reference import AXIS, PORTABLE, assert_close, poisoned_results
-from tests.rewrite.simulator import simulated_or_compiled
+from tests.rewrite.simulator import simulated, simulated_or_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -78,20 +78,14 @@ def test_gathered_free_label(
     compare(case, seed, run, make_mesh)
 
 
-@simulated_or_compiled
 @given(case=einsums("gather", "contracted"), seed=seeds)
-def test_gathered_contracted_label(
-    case: EinsumCase, seed: int, run: Callable, make_mesh: MeshFactory
-) -> None:
-    compare(case, seed, run, make_mesh)
+def test_gathered_contracted_label(case: EinsumCase, seed: int, make_mesh: MeshFactory) -> None:
+    compare(case, seed, simulated, make_mesh)
 
 
-@simulated_or_compiled
 @given(case=einsums("gather", "batch"), seed=seeds)
-def test_gathered_batch_label(
-    case: EinsumCase, seed: int, run: Callable, make_mesh: MeshFactory
-) -> None:
-    compare(case, seed, run, make_mesh)
+def test_gathered_batch_label(case: EinsumCase, seed: int, make_mesh: MeshFactory) -> None:
+    compare(case, seed, simulated, make_mesh)
 
 
 @simulated_or_compiled
@@ -102,9 +96,6 @@ def test_scattered_free_label(
     compare(case, seed, run, make_mesh)
 
 
-@simulated_or_compiled
 @given(case=einsums("scatter", "batch"), seed=seeds)
-def test_scattered_batch_label(
-    case: EinsumCase, seed: int, run: Callable, make_mesh: MeshFactory
-) -> None:
-    compare(case, seed, run, make_mesh)
+def test_scattered_batch_label(case: EinsumCase, seed: int, make_mesh: MeshFactory) -> None:
+    compare(case, seed, simulated, make_mesh)

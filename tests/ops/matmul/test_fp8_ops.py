@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter
 from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
-from tests.covering import cover
+from tests.covering import covering
 from tests.fp8_reference import SHIPPED_RECIPES, Fp8Case
 from tests.ops.matmul.ring.test_program_structure import equations
 from tests.reference import (
@@ -27,7 +27,7 @@ from tests.reference import (
     poisoned_results,
     reference,
 )
-from tests.rewrite.simulator import simulated_or_compiled
+from tests.rewrite.simulator import some_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -91,8 +91,7 @@ def factors(case: Fp8Case) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", [case for case in cover(PRODUCT, factors) if not case.marks])
-@simulated_or_compiled
+@some_compiled(covering(PRODUCT, factors), factors)
 def test_matches_quantized_operands(case: Fp8Case, run: Callable, make_mesh: MeshFactory) -> None:
     assert_close(case.compare(make_mesh({AXIS: case.devices}), run=run))
 

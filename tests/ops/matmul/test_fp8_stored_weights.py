@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 import collective_matmul
 from collective_matmul import Quantized, prequantize
 from tests.conftest import MeshFactory
-from tests.covering import cover
+from tests.covering import covering
 from tests.fp8_reference import SHIPPED_RECIPES, Fp8Case
 from tests.ops.matmul.ring.test_program_structure import equations
 from tests.reference import AXIS, OPS, Comparison, assert_close, poisoned_results
-from tests.rewrite.simulator import simulated_or_compiled
+from tests.rewrite.simulator import some_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -132,8 +132,7 @@ def poisoned() -> Iterator[list[tuple[int, ...]]]:
         yield shapes
 
 
-@pytest.mark.parametrize("case", [case for case in cover(PRODUCT, factors) if not case.marks])
-@simulated_or_compiled
+@some_compiled(covering(PRODUCT, factors), factors)
 def test_matches_quantized_operands(
     case: StoredCase, run: Callable, make_mesh: MeshFactory
 ) -> None:

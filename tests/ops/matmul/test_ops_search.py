@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import MeshFactory
 from tests.reference import AXIS, PORTABLE, Case, assert_close, poisoned_results
-from tests.rewrite.simulator import simulated_or_compiled
+from tests.rewrite.simulator import simulated, simulated_or_compiled
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(1, 3)
@@ -64,10 +64,9 @@ def compare(case: Case, seed: int, run: Callable, make_mesh: MeshFactory) -> Non
     assert_close(case.compare(make_mesh({AXIS: case.devices}), seed, run))
 
 
-@simulated_or_compiled
 @given(case=calls("all_gather_matmul"), seed=seeds)
-def test_all_gather_matmul(case: Case, seed: int, run: Callable, make_mesh: MeshFactory) -> None:
-    compare(case, seed, run, make_mesh)
+def test_all_gather_matmul(case: Case, seed: int, make_mesh: MeshFactory) -> None:
+    compare(case, seed, simulated, make_mesh)
 
 
 @simulated_or_compiled
@@ -78,12 +77,9 @@ def test_all_gather_matmul_of_several_weights(
     compare(case, seed, run, make_mesh)
 
 
-@simulated_or_compiled
 @given(case=calls("matmul_reduce_scatter"), seed=seeds)
-def test_matmul_reduce_scatter(
-    case: Case, seed: int, run: Callable, make_mesh: MeshFactory
-) -> None:
-    compare(case, seed, run, make_mesh)
+def test_matmul_reduce_scatter(case: Case, seed: int, make_mesh: MeshFactory) -> None:
+    compare(case, seed, simulated, make_mesh)
 
 
 @simulated_or_compiled
@@ -94,7 +90,6 @@ def test_matmul_reduce_scatter_mean(
     compare(case, seed, run, make_mesh)
 
 
-@simulated_or_compiled
 @given(case=calls("matmul_all_reduce"), seed=seeds)
-def test_matmul_all_reduce(case: Case, seed: int, run: Callable, make_mesh: MeshFactory) -> None:
-    compare(case, seed, run, make_mesh)
+def test_matmul_all_reduce(case: Case, seed: int, make_mesh: MeshFactory) -> None:
+    compare(case, seed, simulated, make_mesh)

@@ -20,11 +20,11 @@ import collective_matmul
 from collective_matmul import all_gather_matmul, explain, matmul_reduce_scatter
 from collective_matmul.schedule.schedules import make_schedule
 from tests.conftest import MeshFactory
-from tests.covering import cover
+from tests.covering import covering
 from tests.hopper import _for_hopper  # noqa: F401
 from tests.ops.matmul.ring.test_program_structure import equations
 from tests.reference import AXIS, OPS, PORTABLE, Case, assert_close, poisoned_results
-from tests.rewrite.simulator import simulated_or_compiled
+from tests.rewrite.simulator import some_compiled
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -130,10 +130,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [*(case for case in cover(PRODUCT, factors) if not case.marks), *ALONE]
-)
-@simulated_or_compiled
+@some_compiled([*covering(PRODUCT, factors), *ALONE], factors)
 def test_values_and_gradients(case: ShardedCase, run: Callable, make_mesh: MeshFactory) -> None:
     mesh = make_mesh({FSDP: case.weight_devices, AXIS: case.devices})
     assert_close(case.compare(mesh, run=run))
@@ -155,10 +152,13 @@ def test_gradients_of_float32_shards_are_summed_in_float32(
             x, w, AXIS, weight_axis_name=FSDP, implementation=implementation
         )
 
-    sharded = in_parts(product, mesh, P(FSDP), P(FSDP))
-    x = jnp.asarray([[1.0] * 4, [2**-10] * 4], jnp.bfloat16)
-    y, transpose = jax.vjp(sharded, x, jnp.ones((4, 8), jnp.float32))
-    dx, dw = transpose(jnp.ones_like(y))
+    @jax.jit
+    def gradients(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        y, transpose = jax.vjp(in_parts(product, mesh, P(FSDP), P(FSDP)), x, w)
+        return y, *transpose(jnp.ones_like(y))
+
+    x = np.asarray([[1.0] * 4, [2**-10] * 4], jnp.bfloat16)
+    y, dx, dw = gradients(x, np.ones((4, 8), np.float32))
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     np.testing.assert_array_equal(dw, np.full((4, 8), 1 + 2**-10, np.float32))
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from collective_matmul import record_decisions
 from models import families
-from tests.covering import cover
+from tests.covering import covering
 from tests.train.reports import RECORD
 from tests.train.test_step import SHORT, Trainer
 from train.checkpoint.checkpoint import Checkpoints
@@ -43,6 +43,7 @@ GPT_OSS = dataclasses.replace(
     MODEL, family="gpt_oss", projection_bias=True, output_bias=True, attention_sinks=True,
     sliding_window=7, full_attention_period=2, expert_bias=True, expert_activation="gpt_oss",
 )  # fmt: skip
+ONE_LAYER = dataclasses.replace(MODEL, num_layers=1)
 #: Two microbatches for each of 8 groups of devices.
 RUN = dataclasses.replace(
     SHORT, model=MODEL, batch_size=16, sequence_length=16, overlap="xla", router_z_loss_weight=0.01
@@ -68,28 +69,15 @@ def assert_same_curve(sizes: tuple[int, int, int], expected: Any = None, **chang
         np.testing.assert_allclose(curve[name], expected[name], rtol=5e-5, err_msg=name)
 
 
-@pytest.mark.exhaustive
-def test_experts_over_both_axes_have_the_curve_of_one_device():
-    assert curve_of(ONE_DEVICE)["balance_loss"][0] > 2  # k, if experts were balanced.
-    assert_same_curve(
-        (2, 2, 2),
-        expert_axes="both",
-        zero=3,
-        gradient_accumulation_steps=2,
-        scan_layers=1,
-        overlap="ring",
-    )
-
-
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
         ((1, 2, 2), dict(expert_axes="fsdp", expert_hidden_axis="tensor", zero=3, scan_layers=1)),
-        (
+        pytest.param(
             (2, 2, 2),
             dict(expert_axes="both", zero=2, gradient_accumulation_steps=2, overlap="ring"),
+            marks=pytest.mark.exhaustive,
         ),
-        pytest.param((1, 1, 2), dict(expert_axes="tensor"), marks=pytest.mark.exhaustive),
         pytest.param(
             (1, 2, 2),
             dict(expert_axes="tensor", zero=3, weight_gather="matmuls", remat="dots"),
@@ -98,11 +86,6 @@ def test_experts_over_both_axes_have_the_curve_of_one_device():
         pytest.param(
             (1, 4, 2),
             dict(expert_axes="none", zero=3, weight_gather="blocks", remat="full", scan_layers=2),
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            (1, 4, 2),
-            dict(expert_axes="both", zero=1, overlap="ring"),
             marks=pytest.mark.exhaustive,
         ),
     ],
@@ -127,10 +110,10 @@ def test_all_but_matrices_are_whole_and_do_not_decay():
 def covering_cases() -> list[Any]:
     """Few cases that hold all pairs of a mesh, a place of experts and settings."""
     factors: dict[str, list[Any]] = {
-        "sizes": [(1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 4, 2)],
+        "sizes": [(1, 8, 1), (2, 2, 2), (1, 2, 4)],
         "expert_axes": ["tensor", "fsdp", "both", "none"],
         "expert_hidden_axis": [None, "tensor"],
-        "zero": [0, 1, 2, 3],
+        "zero": [0, 1, 3],
         "weight_gather": ["blocks", "matmuls"],
         "gradient_accumulation_steps": [1, 2],
         "remat": ["none", "dots", "full"],
@@ -138,24 +121,26 @@ def covering_cases() -> list[Any]:
         "overlap": ["xla", "ring", "ring_direct"],
         "scan_layers": [0, 1],
     }
-    # All products are too many to search: each of the first five factors is combined with rows of
-    # the others that have every pair.
-    first = [*itertools.product(*[*factors.values()][:5])]
-    rest = [*itertools.product(*[*factors.values()][5:])]
-    cases = [
-        dict(zip(factors, (*left, *rest[(7 * number) % len(rest)]), strict=True))
-        for number, left in enumerate(first)
-        # An axis divides the experts or their hidden features.
-        if not (left[2] == "tensor" and left[1] in ("tensor", "both"))
+    cases = [dict(zip(factors, row, strict=True)) for row in itertools.product(*factors.values())]
+    few = [cases[number] for number in np.random.default_rng(0).choice(len(cases), 1000, False)]
+    # An axis divides the experts or their hidden features.
+    divided = [
+        case
+        for case in few
+        if case["expert_hidden_axis"] is None or case["expert_axes"] in ("fsdp", "none")
     ]
-    return [p.values[0] for p in cover(cases, lambda case: case) if not p.marks]
+    # Layers that are not scanned are compiled one by one: the cases above have two.
+    return [
+        case if case["scan_layers"] else case | {"model": ONE_LAYER}
+        for case in covering(divided, lambda case: case)
+    ]
 
 
 CASES = covering_cases()
 
 
 def name_of(case: dict[str, Any]) -> str:
-    return "-".join(map(str, case.values()))
+    return "-".join(str(case[name]) for name in case if name != "model")
 
 
 @pytest.mark.parametrize(
@@ -185,8 +170,7 @@ def test_patterns_that_name_experts_quantize_them(patterns: str, expected: set[s
 @pytest.mark.parametrize(
     "changes",
     [
-        {"fp8": "rowwise", "zero": 3, "gradient_accumulation_steps": 2},
-        {"fp8": "tensorwise", "expert_axes": "both", "remat": "full", "scan_layers": 1},
+        {"fp8": "tensorwise", "zero": 3, "gradient_accumulation_steps": 2, "scan_layers": 1},
         {"fp8": "blockwise", "expert_axes": "fsdp", "expert_hidden_axis": "tensor"},
     ],
     ids=str,
@@ -203,7 +187,9 @@ def test_the_loss_in_8_bits_falls_as_in_float32(changes: dict[str, Any]) -> None
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_mesh_and_setting_has_the_curve_of_one_device(case):
-    assert_same_curve(**case)
+    expected = curve_of(ONE_DEVICE, **({"model": case["model"]} if "model" in case else {}))
+    assert expected["balance_loss"][0] > 2  # k, if experts were balanced.
+    assert_same_curve(expected=expected, **case)
 
 
 @pytest.mark.exhaustive
@@ -212,7 +198,6 @@ def test_every_mesh_and_setting_has_the_curve_of_one_device(case):
     [
         ((2, 2, 2), {"expert_axes": "both", "zero": 1}),
         ((1, 4, 2), {"expert_axes": "fsdp", "zero": 3, "scan_layers": 1}),
-        ((2, 2, 2), {"expert_axes": "tensor", "zero": 3, "weight_gather": "blocks"}),
     ],
     ids=str,
 )
@@ -230,9 +215,7 @@ def test_a_chain_of_resumes_on_other_meshes_has_the_curve_of_one_device(tmp_path
         ((1, 2, 4), {"expert_axes": "tensor", "zero": 3, "scan_layers": 1}),
         ((2, 2, 2), {"expert_axes": "both"}),
         ((1, 1, 2), {"expert_axes": "none", "expert_hidden_axis": "tensor"}),
-        ((1, 8, 1), {"expert_axes": "none", "zero": 2}),
     ]
-    assert len(chain) == STEPS
     found: list[float] = []
     for number, (sizes, changes) in enumerate(chain):
         trainer = Trainer(dataclasses.replace(RUN, **changes), MeshSizes(*sizes))
@@ -244,7 +227,7 @@ def test_a_chain_of_resumes_on_other_meshes_has_the_curve_of_one_device(tmp_path
                 trainer.batches.set_state(restored.data_position)
             found += trainer.run(1)["loss"].tolist()
             checkpoints.save(number + 1, trainer.state, trainer.batches.get_state(), {})
-    np.testing.assert_allclose(found, curve_of(ONE_DEVICE)["loss"], rtol=5e-5)
+    np.testing.assert_allclose(found, curve_of(ONE_DEVICE)["loss"][: len(found)], rtol=5e-5)
 
 
 def test_a_checkpoint_restores_with_experts_on_other_axes(tmp_path: Path):

@@ -101,10 +101,11 @@ def test_stacked_layers_whose_weights_matmuls_gather_have_that_curve_too():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sizes", "zero"),
-    [((2, 2, 2), 0), ((1, 8, 1), 1), ((2, 4, 1), 2), ((1, 4, 2), 3), ((2, 2, 2), 3)],
+    [((2, 2, 2), 0), ((1, 8, 1), 1), ((1, 4, 2), 3)],
     ids=str,
 )
-def test_every_level_has_the_loss_curve_of_one_device(sizes, zero):
+def test_levels_have_the_loss_curve_of_one_device(sizes, zero):
+    """All levels on all meshes are compared by their updates, in test_muon.py."""
     expected = losses((1, 1, 1), 0)
     assert expected[-1] < expected[0] - 1
     # Meshes differ in the order of sums: measured, by at most 5e-7.

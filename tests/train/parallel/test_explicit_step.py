@@ -133,17 +133,9 @@ CASES = [
         marks=pytest.mark.exhaustive,
     ),
     pytest.param(
-        {"gradient_accumulation_steps": 2, "scan_layers": 1},
-        {},
-        id="scan",
-        marks=pytest.mark.exhaustive,
-    ),
-    pytest.param({"scan_layers": 1}, SINKS, id="sinks", marks=pytest.mark.exhaustive),
-    pytest.param({}, SINKS, id="sinks-unrolled", marks=pytest.mark.exhaustive),
-    pytest.param(
         {"separate_documents": True, "gradient_accumulation_steps": 2, "remat": "full"},
-        UNEVEN,
-        id="documents",
+        UNEVEN | SINKS,
+        id="documents-sinks-unrolled",
         marks=pytest.mark.exhaustive,
     ),
 ]
@@ -153,10 +145,7 @@ ZERO = [
     *(
         pytest.param(*case, marks=pytest.mark.exhaustive)
         for case in (
-            ((2, 2, 2), {"zero": 1}),
-            ((1, 2, 4), {"zero": 2, "gradient_accumulation_steps": 2}),
-            ((1, 4, 2), {"zero": 3, "remat": "full"}),
-            ((2, 2, 2), {"zero": 3, "gradient_accumulation_steps": 2}),
+            ((1, 4, 2), {"zero": 3, "gradient_accumulation_steps": 2, "remat": "full"}),
             ((1, 2, 4), {"zero": 1, "gradient_accumulation_steps": 2, "scan_layers": 1}),
             ((2, 2, 2), {}),
         )

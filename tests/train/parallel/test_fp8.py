@@ -52,8 +52,10 @@ def in_bfloat16() -> np.ndarray:
         pytest.param(
             {"fp8": "tensorwise", "fp8_layers": "*", "remat": "dots"}, marks=pytest.mark.exhaustive
         ),
-        pytest.param({"fp8": "blockwise", "scan_layers": 1}, marks=pytest.mark.exhaustive),
-        pytest.param({"fp8": "rowwise", "zero": 3, "mesh": 2}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"fp8": "blockwise", "scan_layers": 1, "zero": 3, "mesh": 2},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=str,
 )
@@ -68,6 +70,9 @@ def test_the_loss_falls_as_in_bfloat16(changes: dict[str, Any], in_bfloat16: np.
     np.testing.assert_allclose(loss, in_bfloat16, rtol=0.006)
 
 
+BLOCKWISE = {"fp8": "blockwise", "zero": 3, "mesh": 2, "gradient_accumulation_steps": 2}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -76,12 +81,9 @@ def test_the_loss_falls_as_in_bfloat16(changes: dict[str, Any], in_bfloat16: np.
         *(
             pytest.param(case, marks=pytest.mark.exhaustive)
             for case in (
-                {"overlap": "rewrite-jit", "fp8": "tensorwise"},
-                {"overlap": "rewrite", "fp8": "blockwise", "zero": 3, "mesh": 2},
-                {"overlap": "rewrite", "fp8": "rowwise", "gradient_accumulation_steps": 2},
                 {"overlap": "rewrite-jit", "fp8": "blockwise", "scan_layers": 1},
-                {"overlap": "rewrite-jit", "fp8": "rowwise", "gradient_accumulation_steps": 2},
-                {"overlap": "rewrite-jit", "fp8": "tensorwise", "zero": 3, "mesh": 2},
+                BLOCKWISE | {"overlap": "rewrite"},
+                BLOCKWISE | {"overlap": "rewrite-jit", "fp8": "tensorwise"},
             )
         ),
     ],
@@ -254,7 +256,6 @@ def test_shards_are_quantized_once_and_gathered_in_8_bits(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"fp8": "rowwise"},
         pytest.param(
             {"fp8": "tensorwise", "fp8_layers": "*", "scan_layers": 1, "zero": 2, "fsdp": 2},
             marks=pytest.mark.exhaustive,
@@ -264,7 +265,13 @@ def test_shards_are_quantized_once_and_gathered_in_8_bits(
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            {"fp8": "rowwise", "zero": 3, "fsdp": 2, "weight_gather": "matmuls"},
+            {
+                "fp8": "blockwise",
+                "zero": 3,
+                "fsdp": 2,
+                "weight_gather": "matmuls",
+                "remat": "full",
+            },
             marks=pytest.mark.exhaustive,
         ),
         {
@@ -276,10 +283,6 @@ def test_shards_are_quantized_once_and_gathered_in_8_bits(
             "overlap": "xla",
         },
         pytest.param(
-            {"fp8": "rowwise", "fp8_layers": "*", "zero": 3, "fsdp": 2, "weight_gather": "blocks"},
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
             {
                 "fp8": "tensorwise",
                 "zero": 3,
@@ -287,10 +290,6 @@ def test_shards_are_quantized_once_and_gathered_in_8_bits(
                 "scan_layers": 1,
                 "gradient_dtype": "bfloat16",
             },
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            {"fp8": "blockwise", "zero": 3, "fsdp": 2, "tied_head": True, "remat": "full"},
             marks=pytest.mark.exhaustive,
         ),
     ],

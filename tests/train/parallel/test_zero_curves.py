@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.covering import cover
+from tests.covering import covering
 from tests.train.test_step import SHORT, Trainer
 from train.checkpoint.checkpoint import Checkpoints
 from train.config.config import ONE_DEVICE, MeshSizes
@@ -39,13 +39,13 @@ def covering_cases() -> list[dict[str, Any]]:
     ]
     # The plain model does not gather weights in its matmuls.
     cases = [c for c in cases if (c["overlap"], c["weight_gather"]) != ("rewrite", "matmuls")]
-    chosen = (parameter for parameter in cover(cases, lambda case: case) if not parameter.marks)
-    return [parameter.values[0] for parameter in chosen]
+    return covering(cases, lambda case: case)
 
 
 CASES = covering_cases()
 #: As many as the chain of resumes has.
 STEPS = 2 * len(CASES)
+COMPARED = 8  # A wrong gradient changes the second loss.
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def assert_same_curve(curve: np.ndarray, expected: np.ndarray) -> None:
 def test_a_run_has_the_curve_of_one_device(one_device, number):
     trainer = trainer_of(number)
     trainer.restart()
-    assert_same_curve(trainer.run(STEPS)["loss"], one_device["loss"])
+    assert_same_curve(trainer.run(COMPARED)["loss"], one_device["loss"][:COMPARED])
 
 
 @pytest.mark.exhaustive

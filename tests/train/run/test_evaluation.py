@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.models import reference
+from tests.train.initial_weights import first_state
 from tests.train.reports import reporter
 from train.checkpoint.new_state import init_state
 from train.config import presets
@@ -116,7 +117,8 @@ def evaluate(
     """Evaluates the initial parameters."""
     config = dataclasses.replace(TINY, **changes)
     mesh, model = make_mesh(sizes), ModelFunctions(config, sizes)
-    state = init_state(model, make_optimizer(config.optimizer, config.steps, model.specs), mesh)
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
+    state = first_state(config, model, optimizer, mesh)
     data = text(held_out, separate_documents)
     evaluation = Evaluator(config, model, mesh, data)(state["params"])
     assert evaluation is not None
@@ -124,9 +126,13 @@ def evaluate(
 
 
 def reference_loss(held_out: str, config: Config, sequences: int) -> float:
-    params = ModelFunctions(config).init()
     batch = text(held_out).sequences(range(sequences))
-    losses = reference.loss(config.model, params, batch["inputs"], batch["targets"])
+
+    @jax.jit
+    def losses_of(inputs: Any, targets: Any) -> Any:
+        return reference.loss(config.model, ModelFunctions(config).init(), inputs, targets)
+
+    losses = losses_of(batch["inputs"], batch["targets"])
     assert losses.shape == (sequences, config.sequence_length)
     return float(np.mean(np.asarray(losses, np.float64)))
 
