@@ -131,7 +131,8 @@ class Attention(nnx.Module):
         with jax.named_scope("qkv"):
             query, key, value = self.projection(x)
         if self.config.query_key_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
+            _, query = self.query_norm.beside(query)
+            _, key = self.key_norm.beside(key)
         frequencies = rotary.frequencies(self.config)
         factor = rotary.attention_factor(self.config)
         with jax.named_scope("rotary"):

@@ -61,9 +61,13 @@ def embed(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _look_up(table: jax.Array, rows: jax.Array, size: int) -> jax.Array:
-    """[size, features] and int32 [B, S] -> [B, S, features]."""
+    """[size, features] and int32 [B, S] -> [B, S, features].
+
+    Without a barrier, XLA would look rows up again where the backward reads them, and keep a table
+    that was gathered or cast until then.
+    """
     del size
-    return table.at[rows].get(mode="fill", fill_value=0)
+    return lax.optimization_barrier(table.at[rows].get(mode="fill", fill_value=0))
 
 
 def _look_up_forward(table: jax.Array, rows: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

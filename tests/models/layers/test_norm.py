@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -10,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from models.config import debug
 from models.layers.norm import RMSNorm
+from models.llama import Llama
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 
@@ -97,3 +101,32 @@ def test_sums_over_rows_are_made_in_groups() -> None:
     jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(x, jnp.ones(FEATURES))
     found = re.findall(r":f32\[([\d,]+)\] = reduce_sum\[\s*axes=\((\d),\)", str(jaxpr))
     assert ("4,16", "1") in found and ("16", "0") in found
+
+
+def test_norms_of_queries_and_keys_wait_too(make_mesh: MeshFactory) -> None:
+    """XLA would sum the gradients of their scales at the end of the whole backward, and keep the
+    queries and keys of all layers, and their gradients, until then."""
+    config = dataclasses.replace(debug(), num_layers=1, query_key_norm=True)
+    model = Llama(config, axis_name=AXIS, rngs=nnx.Rngs(0))
+    block = model.layers[0]
+    graph, state = nnx.split(block.attention)
+
+    def local(state: nnx.State, x: jax.Array) -> jax.Array:
+        attention = nnx.merge(graph, state)
+        query, key, value = attention.heads(x, None)
+        return jnp.sum(jnp.sin(query)) + jnp.sum(jnp.sin(key)) + jnp.sum(value)
+
+    x = jnp.ones((1, 8, config.features), jnp.float32)
+    specs = nnx.get_partition_spec(state), P(None, AXIS)
+    loss = jax.grad(local)
+    sharded = jax.shard_map(loss, mesh=make_mesh({AXIS: 2}), in_specs=specs, out_specs=specs[0])
+    jaxpr = jax.make_jaxpr(sharded)(state, x).jaxpr
+    barriers = [
+        [v.aval.shape for v in equation.outvars]
+        for equation in jaxpr.eqns[-1].params["jaxpr"].eqns
+        if equation.primitive.name == "optimization_barrier"
+    ]
+    scale = (config.head_dim,)
+    heads = config.num_heads // 2, config.num_key_value_heads // 2
+    for count in heads:
+        assert [(1, 8, count, config.head_dim), scale] in barriers

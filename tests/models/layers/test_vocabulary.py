@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.jaxprs.walks import all_equations
 from models.layers import vocabulary
 
 BATCH, SEQUENCE, FEATURES, VOCABULARY = 2, 8, 3, 16
@@ -79,6 +80,22 @@ def test_zeros_of_the_tables_gradient_are_not_made_before_it_is_needed(make_mesh
     zeros = makers[scatter.invars[0]]
     assert zeros.primitive.name == "broadcast_in_dim"
     assert makers[zeros.invars[0]].primitive.name == "optimization_barrier"
+
+
+def test_rows_of_the_table_are_stored(make_mesh, tokens):
+    """XLA would look them up again in the backward, and keep a gathered table until then."""
+    embed = jax.shard_map(
+        lambda tokens, table: vocabulary.embed(tokens, table, "tensor"),
+        mesh=make_mesh({"tensor": 1}),
+        in_specs=(P(), P("tensor")),
+        out_specs=P(None, "tensor"),
+    )
+    closed = jax.make_jaxpr(embed)(tokens, jnp.zeros((VOCABULARY, FEATURES)))
+    names = [equation.primitive.name for equation in all_equations(closed.jaxpr)]
+    assert [n for n in names if n in ("gather", "optimization_barrier")] == [
+        "gather",
+        "optimization_barrier",
+    ]
 
 
 @pytest.mark.parametrize("devices", [1, 4, 8])

@@ -13,6 +13,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from train.config import defaults
@@ -166,8 +167,10 @@ def test_memory_is_near_what_a_dry_run_traces(name: str) -> None:
     traced = memory_of(run, make_abstract_mesh(sizes, GPUS["H100"].device), local_devices=8)
     estimate = predict_memory(run, sizes)
     assert estimate.state == pytest.approx(traced.state, rel=0.002)
-    # Over a context axis, jax 0.10.2 traces the sharded gradient of the head beside the whole one.
-    assert 0.91 <= estimate.total / traced.total <= 1.10
+    # Barriers of jax 0.10 bind values of one type alone. Over a context axis these are not the
+    # gradients of blocks, which the dry run then has whole at the end.
+    is_bound = sizes.context == 1 or jax.__version_info__ >= (0, 11)
+    assert (0.95 if is_bound else 0.91) <= estimate.total / traced.total <= 1.10
 
 
 def test_memory_of_experts() -> None:
