@@ -77,7 +77,9 @@ def _forward(x: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax.Array,
 def _backward(epsilon: float, kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     """With r the inverse root mean square of a row, and g = dy · scale::
 
-    dx = r (g - x r² mean(x g))        d_scale = sum over rows of dy x r
+        dx = r (g - x r² mean(x g))        d_scale = sum over rows of dy x r
+
+    Means are over features.
     """
     del epsilon
     x, scale, r = kept
