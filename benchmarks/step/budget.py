@@ -138,8 +138,7 @@ ASSUMPTIONS = (
     " Activations move once, in the compute dtype: 5 arrays for a norm, 3 for a residual sum, 8"
     " for the feed-forward's activation, 4 for rotary, 3 of the logits for the loss, and with remat"
     " those of the forward again. AdamW reads gradients, in the compute dtype unless they are"
-    " summed in another, reads and writes its state, and writes weights that the next step has. All"
-    " else could hide or vanish: 0."
+    " summed in another, and its state, and writes that and weights. All else could hide: 0."
 )
 
 

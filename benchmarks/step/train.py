@@ -220,9 +220,8 @@ class Training:
     def _step(self, compiled: Callable, wanted: Any) -> Any:
         if compiled is not self._previous:  # Calls after another program's are not timed.
             self._previous = compiled
-            self.state = with_weights(self.state, wanted)
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
-            self.state = jax.device_put(self.state, shardings, donate=True)
+            places = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+            self.state = jax.device_put(with_weights(self.state, wanted), places, donate=True)
         is_first = compiled not in self.first_metrics
         if is_first:
             self._begin_again()

@@ -36,8 +36,8 @@ from train.config.experts import (
 )
 from train.config.loss_chunks import loss_chunk
 from train.log.metrics import model_flops_per_token
-from train.optimizer.kept_weights import keeps_weights
 from train.parallel import frozen_format
+from train.parallel.kept_weights import keeps_weights
 from train.parallel.mesh import shard_axes_of
 from train.parallel.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
 from train.parallel.weight_gather import where_gathered

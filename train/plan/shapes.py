@@ -17,7 +17,7 @@ from models.parameters.fp8_layers import FP8_LAYERS
 from train.config.config import Config, MeshSizes
 from train.config.experts import expert_axes, expert_devices, hidden_devices
 from train.config.loss_chunks import loss_chunk
-from train.optimizer.kept_weights import keeps_weights
+from train.parallel.kept_weights import keeps_weights
 
 
 class Linear(NamedTuple):

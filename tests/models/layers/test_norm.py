@@ -70,7 +70,7 @@ def test_gradients_wait_for_each_other_before_devices_add_theirs(make_mesh: Mesh
 
 @pytest.mark.parametrize("rows", [(3, 5), (2, 128), (1,)])
 def test_gradients_are_those_of_the_definition(rows: tuple[int, ...]) -> None:
-    """Of numbers of rows that groups divide, and others; beside float64."""
+    """Compares with float64, for numbers of rows that groups divide and others."""
     rng = np.random.default_rng(1)
     x, scale, dy = rng.normal(size=(*rows, 7)), rng.normal(size=7), rng.normal(size=(*rows, 7))
 
