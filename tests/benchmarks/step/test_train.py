@@ -64,7 +64,9 @@ def test_candidates_have_states_of_their_own_kinds(make_mesh):
 
     def build(candidate):
         program = case.build(operands, candidate)
-        return program._replace(make=lambda: made.append(program.make()) or made[-1])
+        make = program.make
+        assert make is not None
+        return program._replace(make=lambda: made.append(make()) or made[-1])
 
     names = ("xla", "xla_fp8_tensorwise")
     taking_part = [candidates.make(name, mesh, try_options=False) for name in names]
