@@ -30,6 +30,11 @@ from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, attention_of, predict_run
 from train.step import sharded_step
 
+_ONE_PROCESS = (
+    "backends and times are those of one process; with several, rings over tensor cannot overlap,"
+    " and the run prints after compilation whether kernels that address peers' memory replace them"
+)
+
 
 def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     """Prints bytes per device and the collective matmuls of one step on a mesh.
@@ -89,6 +94,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     lines = [f"one step {where}, with the number of times that each op runs:"]
     if gpu is not None and gpu.remark is not None:
         lines.insert(0, gpu.remark)
+    if config.distributed.tensor_across_processes:
+        lines.insert(0, _ONE_PROCESS)
     explained = explain(step, verbose=config.verbose)
     lines.append(str(explained(state, abstract_batch(config))))
     lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
