@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from collective_matmul import overlap, overlap_jit
 from models.random_keys import random_key
 from train.config.config import Config
 from train.optimizer.schedule import make_schedule
-from train.optimizer.state import FROZEN, TrainState, state_specs
+from train.optimizer.state import FROZEN, WEIGHTS, TrainState, state_specs
 from train.parallel.batches import Batch, batch_specs
 from train.parallel.explicit_step import explicit_loss_and_grads, with_explicit_axes
 from train.parallel.loss import FORWARD_SITES, LocalLoss, counted_tokens, loss_and_gradients
@@ -109,7 +110,7 @@ def local_step(
     tokens = counted_tokens(config, batch)
 
     # Gather weights that are made once per step. Other weights are gathered where they are used.
-    gathered = gathered_weights(model, params)
+    gathered = gathered_weights(model, params, state.get(WEIGHTS, {}))
 
     # The loss of this device's targets and its gradients, one microbatch after the other.
     loss = LocalLoss(config, model, gathered, frozen, tokens)
@@ -139,8 +140,13 @@ def apply_gradients(
         gradients = jax.tree.map(lambda g: g * clip, gradients)
     with jax.named_scope("optimizer"):
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        params: Any = optax.apply_updates(state["params"], updates)
+        # XLA writes them in the pass that writes the parameters. A pass of its own, in the next
+        # step, would read these again.
+        kept = state.get(WEIGHTS, {}).items()
+        weights = {name: params[name].astype(weight.dtype) for name, weight in kept}
     new_state = {**state, "params": params, "opt_state": opt_state, "step": state["step"] + 1}
+    new_state |= {WEIGHTS: weights} if weights else {}
     learning_rate = make_schedule(config.optimizer, config.steps)(state["step"])
     learning_rate = jnp.asarray(learning_rate, jnp.float32)
     return new_state, {"grad_norm": grad_norm, "learning_rate": learning_rate}

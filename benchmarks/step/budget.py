@@ -21,6 +21,7 @@ from benchmarks.timeline.intervals import gaps, intersection, length, union
 from benchmarks.timeline.trace import Event
 from models.blocks.rematerialization import recomputes_feed_forward, recomputes_projections
 from train.config.config import Config, MeshSizes
+from train.plan.shapes import Shapes
 
 #: Scopes of the model and the trainer: those whose matmuls are a part of their own, and others.
 MATMUL_SCOPES = ("qkv", "attention_output", "feed_forward", "head")
@@ -137,7 +138,7 @@ ASSUMPTIONS = (
     " Activations move once, in the compute dtype: 5 arrays for a norm, 3 for a residual sum, 8"
     " for the feed-forward's activation, 4 for rotary, 3 of the logits for the loss, and with remat"
     " those of the forward again. AdamW reads gradients, in the compute dtype unless they are"
-    " summed in another, and reads and writes its state. All else could hide or vanish: 0."
+    " summed in another, and its state, and writes that and weights. All else could hide: 0."
 )
 
 
@@ -195,9 +196,10 @@ def _least_bytes(config: Config, sizes: MeshSizes, tokens: float) -> Iterable[tu
     feed_forward = model.num_layers * model.hidden_features * (8 + 3 * again)
     yield "feed forward other kernels", moved * feed_forward
     yield "loss", moved * 3 * model.vocabulary_size
-    yield "weights", matmuls * (4 + size) * (size < 4)
+    written = Shapes(config, sizes).kept_weights
+    yield "weights", (matmuls - written) * (4 + size) * (size < 4)
     yield "gradient norm", parameters * gradient
-    yield "optimizer", parameters * (24 + gradient)
+    yield "optimizer", parameters * (24 + gradient) + written * size
     if microbatches > 1:
         added = parameters * (1 if config.zero > 1 else shards)
         yield "gradient accumulation", added * microbatches * (8 + size)

@@ -42,7 +42,7 @@ from train.config.config import Config, MeshConfig, MeshSizes, Zero
 from train.config.presets import PRESETS
 from train.log.metrics import peak_flops
 from train.optimizer.optimizer import make_optimizer
-from train.optimizer.state import state_on_mesh
+from train.optimizer.state import state_on_mesh, with_weights
 from train.parallel.batches import batch_specs
 from train.parallel.mesh import make_mesh, mesh_sizes
 from train.parallel.model import ModelFunctions
@@ -215,13 +215,13 @@ class Training:
 
     def bind(self, compiled: Callable, arguments: tuple[Any, ...]) -> Callable[[], Any]:
         """A function that takes one step with a compiled program and returns its metrics."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments[0])
-        return functools.partial(self._step, compiled, shardings)
+        return functools.partial(self._step, compiled, arguments[0])
 
-    def _step(self, compiled: Callable, shardings: Any) -> Any:
+    def _step(self, compiled: Callable, wanted: Any) -> Any:
         if compiled is not self._previous:  # Calls after another program's are not timed.
             self._previous = compiled
-            self.state = jax.device_put(self.state, shardings, donate=True)
+            places = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+            self.state = jax.device_put(with_weights(self.state, wanted), places, donate=True)
         is_first = compiled not in self.first_metrics
         if is_first:
             self._begin_again()

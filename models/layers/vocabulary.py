@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from models.parameters.use import as_varying
@@ -127,9 +128,7 @@ def _cross_entropy(logits: jax.Array, columns: jax.Array, axis_name: str) -> jax
 
 def _forward(logits: jax.Array, columns: jax.Array, axis_name: str) -> tuple[jax.Array, tuple]:
     """The losses, and what the backward needs: float32 [B, S] beside the arguments."""
-    wide = logits.astype(jnp.float32)
-    largest = jnp.max(wide, axis=-1)
-    total = jnp.sum(jnp.exp(wide - largest[..., None]), axis=-1)
+    largest, total = _largest_and_sum(logits.astype(jnp.float32))
     found = jnp.take_along_axis(logits, columns[..., None], axis=-1, mode="fill", fill_value=0)
     parts = jnp.stack([largest, total, found[..., 0].astype(jnp.float32)])
     # One collective of three numbers per token instead of three that wait for each other.
@@ -137,6 +136,29 @@ def _forward(logits: jax.Array, columns: jax.Array, axis_name: str) -> tuple[jax
     shared = jnp.max(largest, axis=0, keepdims=True)
     log_normalizer = shared[0] + jnp.log(jnp.sum(total * jnp.exp(largest - shared), axis=0))
     return log_normalizer - jnp.sum(found, axis=0), (logits, columns, log_normalizer)
+
+
+def _largest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest logit m of each row, and the sum of ``exp(logit - m)``: two of [B, S].
+
+    One pass over the logits: Milakov and Gimelshein, "Online normalizer calculation for softmax",
+    2018.
+    """
+
+    def joined(some: tuple, others: tuple) -> tuple[jax.Array, jax.Array]:
+        (largest, total), (other_largest, other_total) = some, others
+        factor = jnp.exp(-jnp.abs(largest - other_largest))
+        is_larger = largest >= other_largest
+        total, other_total = (
+            lax.select(is_larger, total, total * factor),
+            lax.select(is_larger, other_total * factor, other_total),
+        )
+        return lax.max(largest, other_largest), total + other_total
+
+    least = np.finfo(np.float32).min  # The difference of infinities would be no number.
+    finite = lax.max(logits, jnp.full_like(logits, least))
+    terms, nothing = (finite, jnp.ones_like(logits)), (least, np.float32(0))
+    return lax.reduce(terms, nothing, joined, (logits.ndim - 1,))
 
 
 def _backward(

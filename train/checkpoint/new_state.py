@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from models.checkpoint.layer_layout import move_layout, other_layout
-from train.optimizer.state import FROZEN, TrainState, state_on_mesh
+from train.optimizer.state import FROZEN, WEIGHTS, TrainState, state_on_mesh, with_weights
 from train.parallel.model import ModelFunctions, Params
 
 
@@ -37,6 +37,7 @@ def init_state(
     abstract = state_on_mesh(model, optimizer, mesh)
     shardings = _shardings(abstract)
     own, frozen = shardings.pop("params"), shardings.pop(FROZEN, {})
+    shardings.pop(WEIGHTS, None)
     whole = abstract["params"] | abstract.get(FROZEN, {})
     params = params or {}
     if params.keys() != whole.keys():
@@ -56,7 +57,7 @@ def init_state(
             for n in frozen
         }
         state[FROZEN] = jax.device_put(base, frozen)
-    return state
+    return with_weights(state, abstract)
 
 
 def _random_params(

@@ -18,7 +18,7 @@ from train.config.context import sequence_unit
 from train.config.experts import on_tensor_axis
 from train.memory.live_memory import find_peak
 from train.optimizer.optimizer import make_optimizer
-from train.optimizer.state import FROZEN, TrainState, state_on_mesh
+from train.optimizer.state import FROZEN, WEIGHTS, TrainState, state_on_mesh
 from train.parallel.batches import abstract_batch
 from train.parallel.mesh import make_abstract_mesh
 from train.parallel.model import ModelFunctions
@@ -32,8 +32,8 @@ class Memory:
     Attributes:
       parameters: the float32 parameters, and those that are frozen.
       optimizer_state: the optimizer's moments.
-      weights: arrays made of parameters, as gathered weights and copies in 8 bits are, when most
-        bytes are in use.
+      weights: arrays made of parameters: those that the state has, and others, as gathered weights
+        and copies in 8 bits are, when most bytes are in use.
       activations: all other arrays at that time: activations and gradients.
     """
 
@@ -88,7 +88,7 @@ def memory_of(
     return Memory(
         _bytes_per_device([state["params"], state.get(FROZEN, {})]),
         _bytes_per_device(state["opt_state"]),
-        peak.of_first,
+        _bytes_per_device(state.get(WEIGHTS, {})) + peak.of_first,
         peak.total - peak.of_first,
     )
 

@@ -4,7 +4,8 @@ The state is one pytree of global arrays::
 
     {"params": {"layers.0.attention.output.kernel": ..., ...}, "opt_state": ..., "step": int32 []}
 
-Moments are sharded as their parameters are.
+Moments are sharded as their parameters are. So are "weights", parameters in the compute dtype,
+which the optimizer writes in the pass that updates the parameters, for the next step to use.
 """
 
 from __future__ import annotations
@@ -22,16 +23,29 @@ from train.parallel.model import ModelFunctions, Params
 TrainState = dict[str, Any]
 #: The part of a state that no step changes, and no checkpoint has.
 FROZEN = "frozen"
+#: The part that is made of the parameters, which no checkpoint has either: see
+#: `ModelFunctions.kept_weights`.
+WEIGHTS = "weights"
 
 
 def trained_part(state: TrainState) -> TrainState:
-    """The state without what is frozen: what checkpoints have."""
-    return {name: part for name, part in state.items() if name != FROZEN}
+    """The state without what is frozen and what is made of parameters: what checkpoints have."""
+    return {name: part for name, part in state.items() if name not in (FROZEN, WEIGHTS)}
 
 
 def weights_of(state: TrainState) -> Params:
     """All parameters of a state, trained and frozen."""
     return {**state["params"], **state.get(FROZEN, {})}
+
+
+def with_weights(state: TrainState, abstract: TrainState) -> TrainState:
+    """The state with the weights that `abstract` has, made of its parameters, and no others."""
+    state = {name: part for name, part in state.items() if name != WEIGHTS}
+    if WEIGHTS not in abstract:
+        return state
+    params = state["params"]
+    weights = {name: params[name].astype(leaf.dtype) for name, leaf in abstract[WEIGHTS].items()}
+    return {**state, WEIGHTS: weights}
 
 
 def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
@@ -41,7 +55,8 @@ def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformatio
         "opt_state": jax.eval_shape(optimizer.init, model.abstract_params),
         "step": jax.ShapeDtypeStruct((), jnp.int32),
     }
-    return state | ({FROZEN: model.frozen_params} if model.frozen_params else {})
+    state |= {FROZEN: model.frozen_params} if model.frozen_params else {}
+    return state | ({WEIGHTS: model.kept_weights} if model.kept_weights else {})
 
 
 def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
@@ -59,7 +74,9 @@ def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) 
         is_leaf=masked,
     )
     specs = {"params": model.specs, "opt_state": opt_state, "step": P()}
-    return specs | ({FROZEN: model.frozen_specs} if model.frozen_specs else {})
+    specs |= {FROZEN: model.frozen_specs} if model.frozen_specs else {}
+    kept = {name: model.specs[name] for name in model.kept_weights}
+    return specs | ({WEIGHTS: kept} if kept else {})
 
 
 def state_on_mesh(

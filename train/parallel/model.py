@@ -37,6 +37,7 @@ from train.config.experts import (
 from train.config.loss_chunks import loss_chunk
 from train.log.metrics import model_flops_per_token
 from train.parallel import frozen_format
+from train.parallel.kept_weights import keeps_weights
 from train.parallel.mesh import shard_axes_of
 from train.parallel.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
 from train.parallel.weight_gather import where_gathered
@@ -67,6 +68,8 @@ class ModelFunctions:
         whole wherever they are used.
       sharded_dimensions: the dimensions that the fsdp axis shards, counted from the end, by name;
         empty without ZeRO.
+      kept_weights: global shapes and dtypes, by name, of the parameters that a state has in
+        `compute_dtype` too; see `keeps_weights`.
       gathers: where weights are gathered: by linear layers in the loops of their matmuls, or for
         each block; None if not where they are used.
       accumulates: whether a step has several microbatches.
@@ -128,6 +131,21 @@ class ModelFunctions:
         if self.zero:
             self._shard_weights(config, sizes)
         self._set_frozen_apart(training)
+        self.kept_weights = {
+            name: jax.ShapeDtypeStruct(self.abstract_params[name].shape, self.compute_dtype)
+            for name in self._names_of_kept_weights(config, sizes)
+        }
+
+    def _names_of_kept_weights(self, config: Config, sizes: MeshSizes) -> list[str]:
+        if not keeps_weights(config, sizes):
+            return []
+        kept = self.matrices
+        if self.fp8 is not None:
+            # What is quantized is read in float32, and stored in 8 bits.
+            weights = jax.eval_shape(self.prequantize, self.abstract_params)
+            kept = {name for name in kept if not isinstance(weights[name], Quantized)}
+        # A table that only looks tokens up reads few rows.
+        return sorted(name for name in kept if name != "embedding" or config.model.tied_head)
 
     def _set_frozen_apart(self, training: Training) -> None:
         """Moves what is not trained from the parameters to `frozen_params`."""

@@ -36,13 +36,20 @@ from train.parallel.parameter_shards import gather, replica_axes, scatter, sum_o
 
 
 @jax.named_scope("weights")
-def gathered_weights(model: ModelFunctions, params: Params) -> Weights | None:
+def gathered_weights(
+    model: ModelFunctions, params: Params, kept: Params | None = None
+) -> Weights | None:
     """Makes, once per step, local parameters, with weights whole and in compute dtype; None
     if each use makes its weights.
 
     With accumulation, weights that layers multiply in 8 bits are `Quantized`: quantized
     once, for all microbatches. With level 3 they always are, and of shards: each use gathers the
     copy that it needs, in 8 bits. Other parameters are as they were.
+
+    Args:
+      model: the model.
+      params: local parameters.
+      kept: those in compute dtype that are there already; default: none.
     """
     if model.freezes:
         return None
@@ -55,7 +62,8 @@ def gathered_weights(model: ModelFunctions, params: Params) -> Weights | None:
             return gather(leaf, dimensions[name], model.compute_dtype)
         return leaf.astype(model.compute_dtype) if name in model.matrices else leaf
 
-    gathered: Weights = {name: made(name, leaf) for name, leaf in params.items()}
+    sources = params | (kept or {})
+    gathered: Weights = {name: made(name, leaf) for name, leaf in sources.items()}
     return model.prequantize(gathered) if model.accumulates else gathered
 
 

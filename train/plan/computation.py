@@ -206,8 +206,10 @@ class Computation:
         """Seconds of a step in which parameters become weights of the compute dtype."""
         if self.width == 4:
             return 0.0
-        times = 2 * self.shapes.microbatches if self.shapes.zero == 3 else 1
-        return times * self.moved(self.shapes.local_weights, 4 + self.width)
+        shapes, kept = self.shapes, self.shapes.kept_weights
+        times = 2 * shapes.microbatches if shapes.zero == 3 else 1
+        made = times * self.moved(shapes.local_weights - kept, 4 + self.width)
+        return made + self.moved(kept, self.width)
 
     def accumulation(self) -> float:
         """Seconds in which the gradients of microbatches are added up."""

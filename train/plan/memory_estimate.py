@@ -145,6 +145,11 @@ class _Step:
         return self.width * numbers
 
     @property
+    def kept_weights(self) -> float:
+        """Bytes of those of `weights` that the state has."""
+        return self.width * self.shapes.kept_weights
+
+    @property
     def copies_of_shards(self) -> float:
         """Bytes of the copies in 8 bits of the shards of blocks; recomputed forwards need both."""
         shapes = self.shapes
@@ -210,7 +215,9 @@ class _Step:
         is_gathered = shapes.expert_shards > 1
         own = self.width * shapes.block_weights
         own += (self.width if is_gathered else 4) * shapes.expert_weights
-        weights = self.weights if self.accumulates or is_loop else self.weights * left / layers
+        kept = self.kept_weights
+        stays = self.accumulates or is_loop
+        weights = self.weights if stays else kept + (self.weights - kept) * left / layers
         used = activations.saved * left + activations.recomputed + activations.temporary
         weights += self.block + self.loop
         return _Moment(weights, self.sums + rest + own, used + 4 * self.stream)
@@ -221,5 +228,5 @@ class _Step:
         in_features = self.shapes.zero == 3 and gathers_in_matmuls(self.shapes)
         if self.is_summed and not (in_features and not self.shapes.model.tied_head):
             gradients += 4 * self.table  # That of the embedding before it is summed.
-        weights = self.weights if self.accumulates else 0.0
+        weights = self.weights if self.accumulates else self.kept_weights
         return _Moment(weights, gradients, 2 * self.stream)

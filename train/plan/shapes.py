@@ -17,6 +17,7 @@ from models.parameters.fp8_layers import FP8_LAYERS
 from train.config.config import Config, MeshSizes
 from train.config.experts import expert_axes, expert_devices, hidden_devices
 from train.config.loss_chunks import loss_chunk
+from train.parallel.kept_weights import keeps_weights
 
 
 class Linear(NamedTuple):
@@ -114,6 +115,15 @@ class Shapes:
     def block_weights(self) -> int:
         """Weights of a block on a device before ZeRO shards them, experts left out."""
         return sum(linear.weights for linear in self.block)
+
+    @property
+    def kept_weights(self) -> int:
+        """Weights that the state has in the compute dtype too."""
+        if not keeps_weights(self.config, self.sizes):
+            return 0
+        linears = [*self.model.num_layers * self.block, self.head]
+        experts = self.model.num_layers * self.expert_weights
+        return sum(linear.weights for linear in linears if linear.fp8 is None) + experts
 
     @functools.cached_property
     def expert_weights(self) -> int:

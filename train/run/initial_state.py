@@ -12,7 +12,13 @@ from rich.console import Console
 from models.checkpoint.saved_checkpoint import differences
 from train.checkpoint.base_weights import check_base, frozen_weights, load_base
 from train.checkpoint.new_state import init_state
-from train.optimizer.state import FROZEN, TrainState, state_on_mesh, trained_part
+from train.optimizer.state import (
+    FROZEN,
+    TrainState,
+    state_on_mesh,
+    trained_part,
+    with_weights,
+)
 from train.run.setup import Setup
 
 # Fields that do not influence any number of a run, or not after its beginning.
@@ -37,7 +43,7 @@ def initial_state(
 
     abstract = state_on_mesh(setup.model, setup.optimizer, setup.mesh)
     restored = setup.checkpoints.restore(trained_part(abstract))
-    state = restored.state
+    state = with_weights(restored.state, abstract)
     if FROZEN in abstract:
         state = {**state, FROZEN: frozen_weights(setup.init_from, setup.model, setup.mesh)}
         saved = setup.checkpoints.configuration(restored.step)

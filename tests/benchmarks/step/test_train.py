@@ -56,6 +56,28 @@ def test_candidates_take_turns_with_one_state(make_mesh, sequences, zero, names)
     assert all(np.isfinite(leaf).all() for leaf in training.state["params"].values())
 
 
+def test_candidates_have_states_of_their_own_kinds(make_mesh):
+    """Without 8 bits, a state has more weights in the compute dtype."""
+    mesh = make_mesh({"tensor": 2})
+    case = train.TrainCase("debug", 1, tokens=16, sequences=1, remat="none")
+    operands, made = Operands(mesh, np.dtype("bfloat16")), []
+
+    def build(candidate):
+        program = case.build(operands, candidate)
+        make = program.make
+        assert make is not None
+        return program._replace(make=lambda: made.append(make()) or made[-1])
+
+    names = ("xla", "xla_fp8_tensorwise")
+    taking_part = [candidates.make(name, mesh, try_options=False) for name in names]
+    (compiled,) = compile_cases(taking_part, [build], threads=2)
+    results, _ = measure_case(compiled, Timed(groups=2, seconds=1e-6))
+    assert {name: result.failure for name, result in results.items()} == dict.fromkeys(names)
+    (training,) = made
+    for name, weight in training.state["weights"].items():
+        np.testing.assert_array_equal(weight, training.state["params"][name].astype("bfloat16"))
+
+
 def test_a_step_is_rewritten_once(make_mesh, monkeypatch):
     made = []
     rewriter = transform.Rewriter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -62,10 +63,46 @@ def test_gradients_wait_for_each_other_before_devices_add_theirs(make_mesh: Mesh
     (outer,) = jax.make_jaxpr(sharded)(jnp.ones(FEATURES), jnp.ones((8, FEATURES))).jaxpr.eqns
     equations = outer.params["jaxpr"].eqns
     names = [equation.primitive.name for equation in equations]
-    barrier = equations[names.index("optimization_barrier")]
+    *_, last = (i for i, name in enumerate(names) if name == "optimization_barrier")
+    barrier = equations[last]
     assert [v.aval.shape for v in barrier.outvars] == [(4, FEATURES), (FEATURES,)]
     (total,) = (e for e in equations if e.primitive.name.startswith("psum"))
     assert total.invars[0] is barrier.outvars[1]
+
+
+@pytest.mark.parametrize("rows", [(3, 5), (2, 128), (1,)])
+def test_gradients_are_those_of_the_definition(rows: tuple[int, ...]) -> None:
+    """Compares with float64, for numbers of rows that groups divide and others."""
+    rng = np.random.default_rng(1)
+    x, scale, dy = rng.normal(size=(*rows, 7)), rng.normal(size=7), rng.normal(size=(*rows, 7))
+
+    def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+        norm = RMSNorm(7, epsilon=1e-2)
+        norm.scale.set_value(scale)
+        return norm(x)
+
+    y, pull = jax.vjp(normed, jnp.float32(x), jnp.float32(scale))
+    r = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-2)
+    g = dy * scale
+    expected = r * g - x * r**3 * np.mean(x * g, axis=-1, keepdims=True)
+    np.testing.assert_allclose(y, x * r * scale, rtol=1e-5)
+    dx, d_scale = pull(jnp.float32(dy))
+    np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-5)  # Differences of terms.
+    np.testing.assert_allclose(d_scale, (dy * x * r).reshape(-1, 7).sum(0), rtol=1e-4, atol=1e-5)
+
+
+def test_sums_over_rows_are_made_in_groups() -> None:
+    """XLA for GPUs computes these in one pass with the gradient of x."""
+
+    def total(x: jax.Array, scale: jax.Array) -> jax.Array:
+        norm = RMSNorm(FEATURES, epsilon=1e-5)
+        norm.scale.set_value(scale)
+        return jnp.sum(norm(x))
+
+    x = jnp.ones((2, 128, FEATURES))
+    jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(x, jnp.ones(FEATURES))
+    found = re.findall(r":f32\[([\d,]+)\] = reduce_sum\[\s*axes=\((\d),\)", str(jaxpr))
+    assert ("4,16", "1") in found and ("16", "0") in found
 
 
 def test_norms_of_queries_and_keys_wait_too(make_mesh: MeshFactory) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +119,38 @@ def test_cross_entropy_and_its_gradient(make_mesh, tokens, devices, scale):
     log_sum = np.log(shifted.sum(-1)) + wide.max(-1)
     np.testing.assert_allclose(loss, np.mean(log_sum - (wide * one_hot).sum(-1)), rtol=1e-6)
     np.testing.assert_allclose(grad, (probabilities - one_hot) / tokens.size, atol=1e-7)
+
+
+def test_infinite_and_masked_logits(make_mesh):
+    """Columns without probability, also all of a device's, and columns that are all alike."""
+    least = np.finfo(np.float32).min
+    logits = np.array([[[0, 1, -np.inf, least], [3, 3, 3, 3], [-np.inf, 2, 0, 9]]])
+    targets = np.array([[1, 0, 3]], np.int32)
+    sharded = jax.shard_map(
+        lambda logits, targets: vocabulary.cross_entropy(logits, targets, "tensor"),
+        mesh=make_mesh({"tensor": 2}),
+        in_specs=(P(None, None, "tensor"), P()),
+        out_specs=P(),
+    )
+    losses = sharded(np.float32(logits), targets)[0]
+    expected = [np.log(np.e + 1) - 1, np.log(4), np.log(np.exp([-7, -9, 0]).sum())]
+    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=1e-6)
+    logits[0, 0, 0] = np.nan
+    assert np.isnan(sharded(np.float32(logits), targets)[0]).tolist() == [True, False, False]
+
+
+def test_the_loss_reads_the_logits_once(make_mesh, tokens):
+    """The largest of a row and the sum of exponentials are one reduction."""
+    sharded = jax.shard_map(
+        lambda logits, targets: vocabulary.cross_entropy(logits, targets, "tensor"),
+        mesh=make_mesh({"tensor": 2}),
+        in_specs=(P(None, None, "tensor"), P()),
+        out_specs=P(),
+    )
+    logits = jax.ShapeDtypeStruct((BATCH, SEQUENCE, VOCABULARY), jnp.bfloat16)
+    text = str(jax.make_jaxpr(sharded)(logits, tokens))
+    assert len(re.findall(r"= reduce\[", text)) == 1
+    assert not re.search(r"reduce_\w+\[\s*axes=\(2,\)", text)
 
 
 def test_the_backward_of_the_loss_keeps_the_logits_and_one_number_per_token(make_mesh, tokens):
