@@ -162,7 +162,7 @@ def _conclusion(plan: Plan, machine: Machine) -> list[str]:
             f" {MARGIN:.1%} stay free, or are not possible{':' if refused else ''}"
         )
         lines += [
-            f"  {count:,} × {reason}, such as {plan.examples[reason]}"
+            f"  {count:,} × {reason}, such as {plan.nearest[reason][1]}"
             for reason, count in plan.refused.most_common(_REASONS)
         ]
     else:
@@ -174,7 +174,8 @@ def _conclusion(plan: Plan, machine: Machine) -> list[str]:
     if refused and not plan.candidates:
         lines.append(
             "nothing fits: use more --devices, GPUs with more memory, shorter sequences"
-            " (--sequence-length), or a smaller model"
+            " (--sequence-length), a smaller model, or --lora.rank 16, which trains adapters alone:"
+            " --dry-run says whether that fits"
         )
     return lines
 
