@@ -96,9 +96,9 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     """
     plan = Plan()
     config = dataclasses.replace(config, batch_size=planned_batch_size(config, machine.devices))
-    for sizes in _meshes(config, machine.devices):
+    for sizes in meshes(config, machine.devices):
         fastest: dict[str, Candidate] = {}  # By placement of experts.
-        for changes in _shardings(config, sizes):
+        for changes in shardings(config, sizes):
             padded = config.model.padded_for(sizes.tensor)
             sharded = dataclasses.replace(config, model=padded, mesh=MeshConfig(*sizes), **changes)
             try:
@@ -128,7 +128,7 @@ def planned_batch_size(config: Config, devices: int) -> int:
     return -(-config.batch_size // devices) * devices
 
 
-def _meshes(config: Config, devices: int) -> Iterator[MeshSizes]:
+def meshes(config: Config, devices: int) -> Iterator[MeshSizes]:
     """The meshes of all devices whose tensor axis fits the model and a node."""
     asked = config.mesh
     most = devices if config.distributed.tensor_across_processes else GPUS_OF_A_NODE
@@ -150,7 +150,7 @@ def _divisors(number: int, only: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0 and only in (0, n)]
 
 
-def _shardings(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:
+def shardings(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:
     """ZeRO levels that shard something, and placements of experts."""
     levels: Iterable[int] = get_args(Zero) if is_free(config, "zero") else (config.zero,)
     placements: Iterable[str] = (config.expert_axes,)

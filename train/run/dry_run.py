@@ -27,6 +27,7 @@ from train.parallel.mesh import make_abstract_mesh
 from train.parallel.model import ModelFunctions, describe_trained
 from train.parallel.zero import describe_zero
 from train.plan.communication import GPUS_OF_A_NODE
+from train.plan.mesh_choice import describe_faster_mesh
 from train.plan.run import attention_kernel, attention_of, predict_run
 from train.step import sharded_step
 
@@ -91,6 +92,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         lines.insert(0, gpu.remark)
     explained = explain(step, peer_kernels=False, verbose=config.verbose)
     lines.append(str(explained(state, abstract_batch(config))))
+    kernel = attention_kernel(config, sizes, mesh)
+    lines += describe_faster_mesh(config, sizes, device_kind_of(config), kernel)
     lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
