@@ -15,7 +15,6 @@ from collective_matmul.dispatch.contract import Configuration
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.dispatch.repetitions import filler
 from collective_matmul.dispatch.tables.table import COMPUTE_ONLY
-from collective_matmul.jit.peer_decision import decide_once
 from collective_matmul.mosaic_gpu.device import target as kernel_target
 from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import shared_launch
 from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (

@@ -135,7 +135,7 @@ class Explanation:
                 " communicates over them where it sees fit; jax.make_mesh(..., axis_types=...) with"
                 " jax.sharding.AxisType.Explicit for them shows it"
             )
-        if self.peer_kernels.withheld:
+        if self.peer_kernels.matters:
             totals.append(str(self.peer_kernels))
         return totals
 

@@ -45,7 +45,10 @@ _DROPOUT = 2**31 - 1
 def make_step(
     config: Config, model: ModelFunctions, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> Step:
-    """The compiled step: (state, batch) -> (state, metrics). The state is donated.
+    """The step: (state, batch) -> (state, metrics). The state is donated.
+
+    `overlap_jit` decides whether it has kernels that address peers' memory: what they save is
+    weighed against the sums of gradients and gathers of weights that XLA hides without them.
 
     The batch has "inputs" and "targets", int32 [batch_size, sequence_length], sharded and in the
     order that `train.parallel.batches.global_arrays` says, where documents are kept apart
@@ -55,9 +58,7 @@ def make_step(
     clipping, "learning_rate", which the step was made with, and with experts those of
     `router_metrics`.
     """
-    step = sharded_step(config, model, optimizer, mesh)
-    # XLA hides gradient sums and gathered weights, which kernels that address peers would forbid.
-    return overlap_jit(step, peer_kernels=False, donate_argnums=0)
+    return overlap_jit(sharded_step(config, model, optimizer, mesh), donate_argnums=0)
 
 
 def sharded_step(

@@ -15,7 +15,7 @@ from benchmarks.comparison.candidates import COMPILERS, Candidate
 from benchmarks.comparison.programs import Made, Program
 from benchmarks.internals import Decision
 from benchmarks.measuring.turns import one_at_a_time_on_cpus
-from collective_matmul import explain, record_decisions
+from collective_matmul import record_decisions
 
 Build = Callable[[Candidate], Program]
 
@@ -121,15 +121,12 @@ def compile_cases(
 def trace(candidate: Candidate, program: Program) -> Traced:
     """Traces and lowers a program; records what the library decides meanwhile."""
     arguments = operands.abstract(program.arguments)
-    options: dict[str, Any] = {"donate_argnums": program.donated}
-    if candidate.compiler == "overlap_jit":  # Lowered, it has to be told what a call would decide.
-        # The trainer never allows peer kernels in its steps, to which it donates the state.
-        decides = explain(program.fun) if not program.donated else None
-        options["peer_kernels"] = bool(decides and decides(*arguments).peer_kernels.allowed)
     started = time.perf_counter()
     with record_decisions() as decisions:
-        jitted = COMPILERS[candidate.compiler](program.fun, **options)
-        lowered = jitted.lower(*arguments)
+        jitted = COMPILERS[candidate.compiler](program.fun, donate_argnums=program.donated)
+        # The program of a call, as the trainer and the generator run it.
+        decided = getattr(jitted, "decided", None)
+        lowered = decided(*arguments).lower() if decided else jitted.lower(*arguments)
     seconds = time.perf_counter() - started
     return Traced(candidate, program, lowered, seconds, tuple(decisions))
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from benchmarks.internals import decide_once
 from collective_matmul import overlap_jit
 from models.config import LlamaConfig
 from models.generation import Generator, Sampling
@@ -50,17 +49,13 @@ def make_generator(
 
 
 class _Deciding:
-    """A function whose `lower` decides about kernels that address peers as `overlap_jit` does when
-    it is called. Its own `lower` has none, as other threads could launch what it returns.
-    """
+    """A function whose `lower` returns the program that a call of `overlap_jit` would run."""
 
     def __init__(self, function: Callable, **options: Any):
-        self._without = overlap_jit(function, **options)
-        self._with = overlap_jit(function, peer_kernels=True, **options)
+        self._jitted = overlap_jit(function, **options)
 
     def lower(self, *arguments: Any) -> Lowered:
-        decision = decide_once(self._without.trace(*arguments).jaxpr.jaxpr)
-        return (self._with if decision.allowed else self._without).lower(*arguments)
+        return self._jitted.decided(*arguments).lower()
 
 
 def compile_all(

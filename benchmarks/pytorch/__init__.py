@@ -12,13 +12,14 @@ NAMES = ("torch", "torch_async_tp")
 #: The recipes of float8 that torchao has, in words of our own `fp8`.
 FLOAT8_RECIPES = ("tensorwise", "rowwise")
 #: Whole training steps, by ZeRO level. Masters are float32 or, with "_bf16", nothing is. With
-#: "_fp8_RECIPE", the blocks' matmuls have operands in float8.
+#: "_fp8_RECIPE", the blocks' matmuls have operands in float8. With "torch_context", devices that
+#: shard weights divide sequences too.
 TRAINING_NAMES: dict[int, tuple[str, ...]] = {
     0: (
         *("torch_tp", "torch_async_tp", "torch_tp_bf16", "torch_async_tp_bf16"),
         *(f"torch_{tp}_fp8_{recipe}" for recipe in FLOAT8_RECIPES for tp in ("tp", "async_tp")),
     ),
-    3: ("torch_fsdp",),
+    3: ("torch_fsdp", "torch_context"),
 }
 #: Decoders: NCCL's sums, eager and compiled; and compiled with PyTorch's sums in symmetric memory.
 GENERATION_NAMES = ("torch", "torch_compiled", "torch_symm_mem")

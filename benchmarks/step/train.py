@@ -127,11 +127,15 @@ class TrainCase:
     def for_pytorch(self) -> dict[str, Any] | None:
         """See `benchmarks.pytorch.runner.PytorchCase`."""
         config = self.config()
-        known = TRAINING_NAMES.get(self.zero, ())
+        known = [
+            name
+            for name in TRAINING_NAMES.get(self.zero, ())
+            if (name == "torch_context") == (config.mesh.context > 1)
+        ]
         if config.model.num_experts is not None:  # Experts over the devices that shard weights.
-            known = tuple(name for name in known if name == "torch_fsdp")
+            known = [name for name in known if name == "torch_fsdp"]
         if self.remat in ("projections", "attention"):  # PyTorch's side has no such policy.
-            known = ()
+            known = []
         names = [name for name in known if name in self.baselines]
         step = {**config.to_json(), "frequencies": rotary.frequencies(config.model).tolist()}
         return {**step, "candidates": names} if names else None
@@ -257,8 +261,9 @@ class Train(Fp8Comparison):
     trainer: str = ""
     """Other flags of the trainer, such as --trainer="--gradient-accumulation-steps 2"."""
     baselines: tuple[str, ...] = ()
-    """Before, time PyTorch in processes of its own: torch_fsdp for ZeRO 3, and for 0 torch_tp,
-    torch_async_tp, both with _bf16, or with _fp8_tensorwise or _fp8_rowwise by torchao."""
+    """Before, time PyTorch in processes of its own: torch_fsdp for ZeRO 3, torch_context for it and
+    a context axis; for 0 torch_tp, torch_async_tp, both with _bf16, or with _fp8_tensorwise or
+    _fp8_rowwise by torchao."""
     attention: tuple[str, ...] = ()
     """Kernels of attention: flash3, cudnn, xla. The library's own choice takes part once more with
     each, as in auto_attention_cudnn."""

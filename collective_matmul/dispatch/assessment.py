@@ -41,12 +41,15 @@ class Assessments:
       by_name: one for each backend that the program may use.
       reference_seconds: time of the reference; None if unknown.
       basis: source of `reference_seconds`, in words.
+      unhidden_seconds: the part of `reference_seconds` for collectives that XLA hides in other
+        programs; 0 but where kernels may address peers' memory.
     """
 
     site: Request
     by_name: Mapping[str, Assessment]
     reference_seconds: float | None
     basis: str
+    unhidden_seconds: float = 0.0
 
     @property
     def are_measured(self) -> bool:
@@ -72,6 +75,8 @@ def assess(site: Request, requested: Collection[str] = ()) -> Assessments:
     """Asks every backend that the program may use, and those that are requested.
 
     Kernels that nobody may use are not asked: finding their configurations takes milliseconds.
+    Where they may be used, XLA hides nothing of the reference's collectives. Its measurements are
+    of programs in which it does; models never count with it.
     """
     disallowed, backends = peer_kernels_disallowed_reason(), site.backends
     asked = [b for b in backends.values() if not (disallowed and b.uses_peer_kernels)]
@@ -84,20 +89,23 @@ def assess(site: Request, requested: Collection[str] = ()) -> Assessments:
             used[name] = comparison
     first = next(iter(used.values()), None)
     reference = None if first is None else first.reference_seconds
+    unhidden = 0.0 if disallowed or reference is None else site.overlapped_seconds
+    more = unhidden if measured else 0.0
     return Assessments(
         site,
         {
             name: Assessment(
                 backends[name],
                 reason,
-                used[name].with_reference(reference) if reference and name in used else None,
+                _compared(used[name], reference, more) if reference and name in used else None,
                 is_measured=name in measured,
                 withheld=name in predicted and name not in used,
             )
             for name, reason in reasons.items()
         },
-        reference,
+        None if reference is None else reference + more,
         "" if first is None else first.basis,
+        unhidden,
     )
 
 
@@ -139,6 +147,12 @@ def _predicted(site: Request, backends: list[Backend]) -> dict[str, Comparison]:
 def _is_worth_asking(site: Request) -> bool:
     """Whether there is anything to communicate and to compute."""
     return site.communicates and site.flops > 0
+
+
+def _compared(comparison: Comparison, reference: float, more: float) -> Comparison:
+    """The comparison with the reference of all backends, which takes some seconds more here."""
+    common = comparison.with_reference(reference)
+    return replace(common, reference_seconds=reference + more)
 
 
 def _beside(prediction: Prediction, reference: Prediction) -> Comparison:

@@ -31,6 +31,10 @@ Direction = Literal["forward", "backward"]
 #: The name, among those of backends, of the computation alone, without its communication.
 COMPUTE_ONLY = "compute_only"
 
+#: The share of its communication that XLA hides in a backward pass. The table of H200 has 79
+#: requests with a weight gradient: in nine of ten less was hidden, and in half of them nothing.
+HIDDEN_SHARE = 0.25
+
 
 class UnregisteredError(LookupError):
     """A record of a table is about something that this program has not registered.
@@ -120,13 +124,13 @@ class Request(Protocol):
 
     @property
     def overlapped_seconds(self) -> float:
-        """The part of `communication_seconds` that XLA may hide if the reference executes it.
+        """The part of `communication_seconds` that XLA hides if the reference executes it.
 
         In a forward pass the computation waits for what is gathered, and whatever follows waits
-        for a sum: nothing is hidden. In a backward pass XLA can hide all of it under the matmul of
+        for a sum: nothing is hidden. In a backward pass XLA can hide some of it under the matmul of
         a weight gradient.
         """
-        return self.communication_seconds if self.direction == "backward" else 0.0
+        return HIDDEN_SHARE * self.communication_seconds if self.direction == "backward" else 0.0
 
     # What tables have. They are keyed by flat requests.
 

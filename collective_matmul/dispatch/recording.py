@@ -18,12 +18,13 @@ class PeerAlternative:
 
     Attributes:
       implementation: name of the backend.
-      seconds_gained: predicted time of what executes the site without it, less that of the kernel;
-        0 if unknown.
+      seconds_without: predicted time of what executes the site without it; 0 if unknown.
+      seconds_gained: this time less that of the kernel; 0 if unknown.
       missed: the warning for a program without it: a better backend was not possible; or None.
     """
 
     implementation: str
+    seconds_without: float
     seconds_gained: float
     missed: str | None = None
 
@@ -41,6 +42,8 @@ class Decision:
       communication_seconds: predicted time of these collectives alone; None if unknown.
       peer_alternative: what would execute the site if the program may have kernels that address
         peers' memory; None where that is decided already, or changes nothing.
+      peer_unsupported_reason: why such a kernel, though it should be faster, could not execute the
+        site even then; or None.
       multiplied_dtypes: in which the backend multiplies x and w; None if they are the site's own.
       is_unmeasured: whether times are those of models, as nothing similar was measured.
     """
@@ -52,6 +55,7 @@ class Decision:
     reference_seconds: float | None = None
     communication_seconds: float | None = None
     peer_alternative: PeerAlternative | None = None
+    peer_unsupported_reason: str | None = None
     multiplied_dtypes: tuple[str, str] | None = None
     is_unmeasured: bool = False
 

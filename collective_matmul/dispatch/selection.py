@@ -79,7 +79,7 @@ def choose(site: Request, requested: Sequence[str] | None = None) -> Any:
     site = _with_vouched_predicate(site, requested)
     assessments = assess(site, requested or ())
     choice = _choice(assessments, requested)
-    alternative = _peer_alternative(assessments, requested, choice)
+    alternative, unsupported = _with_peer_kernels(assessments, requested, choice)
     name, reason, missed = choice.backend.name, choice.reason, choice.missed
     if missed:
         if alternative is None:
@@ -98,6 +98,7 @@ def choose(site: Request, requested: Sequence[str] | None = None) -> Any:
         reference,
         communication,
         alternative,
+        unsupported,
         multiplied,
         is_unmeasured=reference is not None and not assessments.are_measured,
     )
@@ -111,23 +112,25 @@ def _choice(assessments: Assessments, requested: Sequence[str] | None) -> _Choic
     return _first_supported(assessments, requested)
 
 
-def _peer_alternative(
+def _with_peer_kernels(
     assessments: Assessments, requested: Sequence[str] | None, chosen: _Choice
-) -> PeerAlternative | None:
-    """The choice if the program may have kernels that address peers' memory.
-
-    None if that choice has no such kernels, and where nobody asks: see `Decision.peer_alternative`.
-    """
+) -> tuple[PeerAlternative | None, str | None]:
+    """`Decision.peer_alternative` and `Decision.peer_unsupported_reason`; None if nobody asks."""
     if not (peer_kernels_undecided() and _is_gpu()):
-        return None
+        return None, None
     with peer_kernels_allowed(True):
         assessments = assess(assessments.site, requested or ())
         choice = _choice(assessments, requested)
     if not choice.backend.uses_peer_kernels:
-        return None
+        return None, choice.missed if choice.missed != chosen.missed else None
+    # Both by one measurement or one model, but for what XLA hides of the reference without it.
     without, with_it = (assessments.seconds(each.backend.name) for each in (chosen, choice))
-    gained = 0.0 if without is None or with_it is None else without - with_it
-    return PeerAlternative(choice.backend.name, gained, chosen.missed)
+    if without is None or with_it is None:
+        return PeerAlternative(choice.backend.name, 0.0, 0.0, chosen.missed), None
+    if chosen.backend.name == REFERENCE:
+        without -= assessments.unhidden_seconds
+    gained = without - with_it
+    return PeerAlternative(choice.backend.name, without, gained, chosen.missed), None
 
 
 def _with_vouched_predicate(site: Request, requested: Sequence[str] | None) -> Request:

@@ -8,13 +8,14 @@ import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 import jax
 
 from collective_matmul._compat import ShardingTypeError, calls_run_programs, knowing_devices_of
 from collective_matmul.agreement import check_same, is_alone
-from collective_matmul.dispatch.recording import Decision, record_decisions
+from collective_matmul.dispatch.recording import Decision, record, record_decisions
 from collective_matmul.jit.deciding_function import WrongVariantError, deciding, deciding_function
 from collective_matmul.jit.graph_functions import (
     SHARDINGS,
@@ -27,7 +28,7 @@ from collective_matmul.jit.graph_functions import (
     holds_state_sharding,
     pure_function,
 )
-from collective_matmul.jit.peer_decision import decide_once, warn_withheld
+from collective_matmul.jit.peer_decision import PeerKernelDecision, decide_once, warn_withheld
 from collective_matmul.jit.xla_options import (
     OVERLAP_OPTIONS,
     PEER_KERNEL_OPTIONS,
@@ -98,7 +99,7 @@ def overlap_jit(
         than the other collectives can lose, and if XLA adds no collectives where it shards arrays
         by itself. Inference is faster with such kernels; training seldom is. `explain` shows the
         decision. With "auto", what `lower` and `trace` return has none of them: it may be exported,
-        and launched from any thread.
+        and launched from any thread. What `decided` returns is the program of a call.
       compiler_options: further options; they override ours.
       **kwargs: arguments of `jax.jit`. Shardings may be `nnx.StateSharding`, as for `nnx.jit`.
 
@@ -206,6 +207,29 @@ class _Variant:
         return _options({**ours, **self._users_options})
 
 
+@dataclass(frozen=True)
+class DecidedProgram:
+    """The program that a call of an `OverlapJit` would run, traced and not yet lowered.
+
+    Attributes:
+      peer_kernels: whether it has kernels that address peers' memory, and why.
+      decisions: the decisions for its ops, if JAX has not traced it before.
+    """
+
+    peer_kernels: PeerKernelDecision
+    decisions: tuple[Decision, ...]
+    _lower: Callable[[], jax.stages.Lowered] = field(repr=False)
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lowers the program.
+
+        One with kernels that address peers cannot be exported. Launch what is compiled of it from
+        one thread, and in the same order as all other programs in all processes. The processes
+        lower it together.
+        """
+        return self._lower()
+
+
 class OverlapJit:
     """A function compiled by `jax.jit`, with compiler options that depend on the devices.
 
@@ -299,10 +323,39 @@ class OverlapJit:
         name = getattr(self, "__qualname__", type(self).__name__)
         check_same(f"{name} {key[1]}", _choices(variant.has_peer_kernels, decisions))
 
+    def decided(self, *args: Any, **kwargs: Any) -> DecidedProgram:
+        """Decides about the program that a call with these arguments would run, and traces it.
+
+        With ``peer_kernels="auto"``, what `lower` and `trace` return is not always that program.
+        The processes of a program call this together.
+        """
+        variant = self._default
+        with record_decisions(hidden=True) as decisions:
+            traced = self._trace(variant, args, kwargs)
+        if self._decides:
+            decision = decide_once(traced.jaxpr.jaxpr)
+        elif isinstance(variant.allowed, Disallowed):
+            decision = PeerKernelDecision(False, variant.allowed.reason)
+        else:
+            decision = PeerKernelDecision(variant.allowed, "requested")
+        if decision.allowed and self._decides:
+            variant = self._with_peer_kernels
+            with record_decisions(hidden=True) as decisions:
+                traced = self._trace(variant, args, kwargs)
+        elif not decision.allowed:
+            warn_withheld(decision.withheld, decision.reason)
+        for each in decisions:
+            record(each)
+        lower = functools.partial(self._lower, variant, traced, args, kwargs)
+        return DecidedProgram(decision, tuple(decisions), lower)
+
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for these arguments, as `jax.jit` does."""
-        traced = self.trace(*args, **kwargs)
-        variant = self._default
+        return self._lower(self._default, self.trace(*args, **kwargs), args, kwargs)
+
+    def _lower(
+        self, variant: _Variant, traced: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> jax.stages.Lowered:
         with (
             _explaining_errors(),
             peer_kernels_allowed(variant.allowed),
@@ -310,12 +363,13 @@ class OverlapJit:
         ):
             return traced.lower()
 
+    def _trace(self, variant: _Variant, args: tuple, kwargs: dict[str, Any]) -> jax.stages.Traced:
+        with _explaining_errors():
+            return self._use(variant, lambda jitted: jitted.trace(*args, **kwargs), args, kwargs)
+
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function for these arguments, as `jax.jit` does."""
-        with _explaining_errors():
-            traced = self._use(
-                self._default, lambda jitted: jitted.trace(*args, **kwargs), args, kwargs
-            )
+        traced = self._trace(self._default, args, kwargs)
         if self._decides:
             warn_withheld(decide_once(traced.jaxpr.jaxpr).withheld, COMPILED_BY_HAND)
         return traced

@@ -320,3 +320,37 @@ def test_copies_decide_too() -> None:
         np.testing.assert_array_equal(fun(x), 2 * x)
     fun.clear_cache()
     np.testing.assert_array_equal(fun(FEW), 2 * FEW)
+
+
+@few_are_allowed
+@pytest.mark.parametrize("x", [FEW, MANY], ids=["few", "many"])
+def test_a_decided_program_is_that_of_a_call(x: np.ndarray) -> None:
+    """What `lower` and `trace` return never has kernels that address peers."""
+    traced = Traced()
+    fun = overlap_jit(traced, donate_argnums=0)
+    program = fun.decided(x)
+    is_few = x.size < 4
+    assert program.peer_kernels.allowed == is_few
+    assert traced.allowed == ([False, True] if is_few else [False])
+    lowered = program.lower()
+    assert lowered.args_info[0][0].donated
+    np.testing.assert_array_equal(lowered.compile()(jnp.asarray(x)), 2 * x)
+    assert traced.allowed == ([False, True] if is_few else [False])
+    fun.lower(x)
+    assert not any(traced.allowed[2:])
+
+
+@pytest.mark.parametrize("requested", [True, False])
+def test_a_program_for_which_was_decided_before(requested: bool) -> None:
+    traced = Traced()
+    program = overlap_jit(traced, peer_kernels=requested).decided(FEW)
+    assert (program.peer_kernels.allowed, program.peer_kernels.reason) == (requested, "requested")
+    assert traced.allowed == [requested]
+    np.testing.assert_array_equal(program.lower().compile()(FEW), 2 * FEW)
+
+
+def test_a_program_whose_options_contradict_says_so() -> None:
+    options = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+    decision = overlap_jit(Traced(), compiler_options=options).decided(FEW).peer_kernels
+    assert not decision.allowed
+    assert decision.reason.startswith("compiler_options: xla_gpu_collective_permute_mode: kernels")

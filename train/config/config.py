@@ -92,7 +92,8 @@ class DistributedConfig:
     heartbeat_timeout_seconds: int = 30
     """Time without a sign of life after which a process counts as dead and the others end."""
     tensor_across_processes: bool = False
-    """Allow a tensor axis that spans processes. Its collective matmuls are NCCL's."""
+    """Allow a tensor axis that spans processes, where rings cannot overlap. What replaces them are
+    kernels that address peers' memory, on Hopper GPUs of one node."""
 
 
 @dataclass(frozen=True)

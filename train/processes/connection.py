@@ -197,16 +197,16 @@ def _check_port(address: str) -> None:
 
 
 def describe_processes() -> list[str]:
-    """How many processes there are, and what that costs; nothing for one."""
+    """How many processes there are, and what that means for overlap; nothing for one."""
     count, devices = jax.process_count(), jax.local_device_count()
     if count == 1:
         return []
     if devices > 1:
         return [f"processes: {count}, with {devices} devices each"]
     return [
-        f"processes: {count}, with one device each; rings and fused kernels address the memory of"
-        " GPUs of their own process, so collective matmuls between these devices are NCCL's: start"
-        " one process per node, which drives all of its GPUs"
+        f"processes: {count}, with one device each; rings between them go through NCCL, where they"
+        " overlap with nothing; on Hopper GPUs of one node, kernels that address peers' memory"
+        " replace them where they are faster"
     ]
 
 
@@ -234,7 +234,7 @@ def check_mesh(mesh: Mesh, across: bool) -> None:
     if not across and any(len({d.process_index for d in group}) > 1 for group in groups):
         raise ValueError(
             f"mesh.tensor={mesh.shape['tensor']}: the tensor axis would span processes of"
-            f" {jax.local_device_count()} devices, where rings and fused kernels cannot run; give"
-            " a --mesh.tensor that divides them, or --distributed.tensor-across-processes if that"
-            " is what you want"
+            f" {jax.local_device_count()} devices, where rings cannot overlap; give a --mesh.tensor"
+            " that divides them, or --distributed.tensor-across-processes if that is what you want:"
+            " kernels that address peers' memory replace rings on Hopper GPUs of one node"
         )

@@ -90,7 +90,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     lines = [f"one step {where}, with the number of times that each op runs:"]
     if gpu is not None and gpu.remark is not None:
         lines.insert(0, gpu.remark)
-    explained = explain(step, peer_kernels=False, verbose=config.verbose)
+    explained = explain(step, verbose=config.verbose)
     lines.append(str(explained(state, abstract_batch(config))))
     kernel = attention_kernel(config, sizes, mesh)
     lines += describe_faster_mesh(config, sizes, device_kind_of(config), kernel)

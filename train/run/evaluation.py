@@ -25,12 +25,13 @@ from train.parallel.batches import Batch, batch_specs, global_arrays, local_rows
 from train.parallel.loss import FORWARD_SITES, batch_losses
 from train.parallel.mesh import BATCH_AXES, token_axes
 from train.parallel.model import ModelFunctions, Params
+from train.run.programs import compile_together
 
 _WEIGHT_SPEC = P(BATCH_AXES)
 
 
 class Evaluator:
-    """Computes the loss on a text. Compiles when it is made.
+    """Computes the loss on a text. Compiles when it is made, in all processes together.
 
     Works on as many sequences at a time as a microbatch of the training has, so that it needs no
     more memory. The number does not change the result beyond rounding.
@@ -54,8 +55,8 @@ class Evaluator:
             model.all_params,
             model.all_specs,
         )
-        total_loss = overlap_jit(_sharded_total_loss(config, model, mesh), peer_kernels=False)
-        self._total_loss = total_loss.lower(params, *self._batch(0)).compile()
+        total_loss = overlap_jit(_sharded_total_loss(config, model, mesh))
+        self._total_loss = compile_together(total_loss, params, *self._batch(0)).run
 
     def __call__(
         self, params: Params, should_stop: Callable[[], bool] = lambda: False

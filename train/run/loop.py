@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -12,7 +11,6 @@ import jax
 from jax.sharding import NamedSharding
 from rich.console import Console
 
-from collective_matmul import record_decisions
 from train.checkpoint.base_weights import base_identity
 from train.log.log_file import LogFile
 from train.log.metrics import Meter, Record
@@ -22,11 +20,12 @@ from train.log.trackers import TensorBoard, WeightsAndBiases
 from train.optimizer.state import TrainState, trained_part, weights_of
 from train.parallel.batches import batch_specs, global_arrays, local_rows
 from train.parallel.model import Params
-from train.processes.agreement import StopRequest, check_same
+from train.processes.agreement import StopRequest
 from train.processes.connection import is_first
 from train.processes.shutdown import Shutdown
 from train.run.evaluation import Evaluator
 from train.run.initial_state import initial_state
+from train.run.programs import compile_together
 from train.run.setup import Setup
 from train.step import Metrics, make_parameter_norm, make_step
 
@@ -221,19 +220,9 @@ def _compile(setup: Setup, state: TrainState, console: Console):
         for name, shape in shapes.items()
     }
     started = time.perf_counter()
-    with record_decisions() as decisions:
-        step = make_step(config, setup.model, setup.optimizer, setup.mesh)
-        lowered = step.lower(state, batch)
-        kinds = Counter(f"{d.implementation} ({d.reason})" for d in dict.fromkeys(decisions))
-        # Processes whose programs differ would wait for each other for ever.
-        advice = "give all nodes the same tuned tables and the same library"
-        check_same("choice of backends", dict(sorted(kinds.items())), advice)
-        compiled = lowered.compile()
-    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    console.print(
-        f"compiled in {time.perf_counter() - started:.1f} s; collective matmuls of different"
-        f" shape: {listed}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    return compiled
+    step = make_step(config, setup.model, setup.optimizer, setup.mesh)
+    program = compile_together(step, state, batch)
+    seconds = f"compiled in {time.perf_counter() - started:.1f} s; "
+    for line in (seconds + program.lines[0], *program.lines[1:]):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    return program.run

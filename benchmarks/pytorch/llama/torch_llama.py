@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.pytorch.llama.torch_expert_blocks import TorchExpertFeedForward
 from benchmarks.pytorch.torch_programs import Place
@@ -37,7 +39,8 @@ class TorchNorm(nn.Module):
 
 
 class TorchAttention(nn.Module):
-    """Causal grouped-query attention. Under tensor parallelism it has some of the heads."""
+    """Causal grouped-query attention. Under tensor parallelism it has some of the heads; heads of
+    keys and values are repeated where the kernel wants as many as of queries."""
 
     def __init__(self, config: LlamaConfig, waves: Sequence[Tensor]):
         super().__init__()
@@ -50,7 +53,7 @@ class TorchAttention(nn.Module):
         if config.query_key_norm:
             self.query_norm, self.key_norm = TorchNorm(config, size), TorchNorm(config, size)
         # The waves are not buffers, which mixed precision would round.
-        self.head_dim, self.waves = size, waves
+        self.head_dim, self.waves, self.repeats = size, waves, 1
 
     def forward(self, x: Tensor) -> Tensor:
         sequences, size = (-1, len(self.waves[0])), (-1, self.head_dim)
@@ -58,6 +61,7 @@ class TorchAttention(nn.Module):
         query, key, value = (part.unflatten(0, sequences) for part in parts)
         query, key = self.query_norm(query), self.key_norm(key)
         heads = rotated(query, *self.waves), rotated(key, *self.waves), value
+        heads = [heads[0], *(part.repeat_interleave(self.repeats, 2) for part in heads[1:])]
         heads = [x.transpose(1, 2) for x in heads]
         attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         return self.output(attended.transpose(1, 2).flatten(-2).flatten(0, 1))
@@ -96,11 +100,12 @@ class TorchBlock(nn.Module):
 
 
 class TorchLlama(nn.Module):
-    """Maps tokens [B, S] to logits [B * S, V]; angles are radians [S, head_dim / 2]."""
+    """Maps tokens [B, S] to logits [B * S, V]; angles are radians [S, head_dim / 2]. With targets
+    it returns the mean loss, from logits of `chunk` tokens at a time."""
 
     def __init__(self, config: LlamaConfig, angles: Tensor, place: Place, dtype: torch.dtype):
         super().__init__()
-        waves = angles[:, None].cos(), angles[:, None].sin()
+        self.waves = waves = angles[:, None].cos(), angles[:, None].sin()
         self.embedding = nn.Embedding(config.vocabulary_size, config.features)
         blocks = (TorchBlock(config, waves, place, dtype) for _ in range(config.num_layers))
         self.layers = nn.ModuleList(blocks)
@@ -110,11 +115,26 @@ class TorchLlama(nn.Module):
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0) -> Tensor:
         x = self.embedding(tokens.flatten()).to(self.dtype)
         for block in self.layers:
             x = block(x)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        if targets is None:
+            return self.head(x)
+        if isinstance(x, DTensor):  # Sharded tokens.
+            x = x.redistribute(placements=[Replicate()])
+        parts = zip(x.split(chunk), targets.flatten().split(chunk), strict=True)
+        terms = [_recomputed(_loss_of_chunk, *part, self.head.weight) for part in parts]
+        return sum(terms[1:], terms[0]) / targets.numel()
+
+
+def _loss_of_chunk(x: Tensor, targets: Tensor, head: Tensor) -> Tensor:
+    """[tokens, features], [tokens], [V, features] -> the sum of their losses."""
+    return F.cross_entropy(F.linear(x, head).float(), targets, reduction="sum")
+
+
+_recomputed = functools.partial(checkpoint, use_reentrant=False)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,8 +8,10 @@ Experts are divided over the devices of FSDP2, which keeps its hands off them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,9 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
-from torch.nn.attention import SDPBackend
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.pytorch import float8_recipe
+from benchmarks.pytorch import TRAINING_NAMES, float8_recipe
 from benchmarks.pytorch.llama.torch_expert_blocks import TorchExpertFeedForward
 from benchmarks.pytorch.llama.torch_llama import TorchLlama
 from benchmarks.pytorch.programs import torch_float8
@@ -56,7 +60,8 @@ class TorchTraining:
             self.model = model = TorchLlama(config, angles, place, dtype)
             size = 2, step["batch_size"], len(positions)
             batch = torch.randint(config.vocabulary_size, size)
-        is_sharded, is_narrow = name == "torch_fsdp", name.endswith("_bf16")
+        self.chunk = step["loss_chunk"]
+        is_sharded, is_narrow = name in TRAINING_NAMES[3], name.endswith("_bf16")
         self.autocast = not (is_sharded or is_narrow) and dtype != torch.float32
         model.to(dtype if is_narrow else torch.float32)
         for layer in _expert_layers(model):
@@ -68,6 +73,10 @@ class TorchTraining:
         mesh = init_device_mesh(place.device.type, (place.devices,)) if place.devices > 1 else None
         if mesh and not is_sharded:
             _shard_tensors(model, mesh, torch_float8.styles(recipe))
+        if mesh and name == "torch_context":
+            self.divided = functools.partial(_divided, mesh, model)
+            for block in model.layers:
+                block.attention.repeats = config.num_heads // config.num_key_value_heads
         is_async = mesh is not None and "async" in name
         if is_async:
             AsyncTensorParallel(place.device)
@@ -76,8 +85,9 @@ class TorchTraining:
             if compiler:
                 _compile(block, compiler, self.fused.options(is_async))
         if mesh and is_sharded:
-            _shard_weights(model, mesh)
-            batch = batch.chunk(place.devices, dim=1)[place.rank]
+            _shard_weights(model, mesh, head_alone=not self.chunk)
+            if name == "torch_fsdp":
+                batch = batch.chunk(place.devices, dim=1)[place.rank]
             if compiler:
                 self.compute_loss = torch.compile(_loss, backend=compiler)
         self.batches = batch.chunk(step["gradient_accumulation_steps"], dim=1)
@@ -116,13 +126,36 @@ class TorchTraining:
     def backward(self) -> Tensor:
         """Leaves the gradients in the parameters; returns the loss."""
         losses = []
-        for inputs, targets in self.batches:
-            with tp.loss_parallel():
+        for batch in self.batches:
+            with tp.loss_parallel(), self.divided(*batch) as (inputs, targets):
                 with torch.autocast(inputs.device.type, self.model.dtype, enabled=self.autocast):
-                    loss = self.compute_loss(self.model(inputs), targets) / len(self.batches)
+                    loss = self.loss(inputs, targets) / len(self.batches)
                 loss.backward()
             losses.append(_whole(loss.detach()))
         return torch.stack(losses).sum()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if self.chunk:
+            return self.model(inputs, targets, self.chunk)
+        return self.compute_loss(self.model(inputs), targets)
+
+    @staticmethod
+    def divided(*batch: Tensor) -> AbstractContextManager[Sequence[Tensor]]:
+        """In it, a sequence has the length that one device computes."""
+        return contextlib.nullcontext(batch)
+
+
+@contextlib.contextmanager
+def _divided(mesh: DeviceMesh, model: TorchLlama, *batch: Tensor) -> Iterator[list[Tensor]]:
+    """The parts [B, S / D] of a batch, while `context_parallel` attends to whole sequences."""
+    parts = [tokens.clone() for tokens in batch]  # They shrink in place, and so do the waves.
+    buffers, places = [*parts, *model.waves], [1] * len(parts) + [0] * len(model.waves)
+    set_rotate_method("allgather")
+    with (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=places),
+    ):
+        yield parts
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -153,7 +186,10 @@ def _compile(block: Any, compiler: str, options: Any) -> None:
     """Compiles a block; one with experts in parts, since the host reads sizes in its middle."""
     compiled = functools.partial(torch.compile, backend=compiler, fullgraph=True)
     inner = getattr(block, "_checkpoint_wrapped_module", block)
-    if isinstance(inner.feed_forward, TorchExpertFeedForward):
+    if inner.attention.repeats > 1:  # `context_parallel` is eager.
+        for part in (inner.attention_norm, inner.feed_forward_norm, inner.feed_forward):
+            part.compile(backend=compiler, fullgraph=True)
+    elif isinstance(inner.feed_forward, TorchExpertFeedForward):
         inner.feed_forward.compile_parts(compiled)
         for part in (inner.attention_norm, inner.attention, inner.feed_forward_norm):
             part.compile(backend=compiler, fullgraph=True, options=options)
@@ -177,11 +213,12 @@ def _shard_tensors(model: TorchLlama, mesh: DeviceMesh, style: torch_float8.Styl
     tp.parallelize_module(model, mesh, {"embedding": embedding, "norm": norm, "head": head})
 
 
-def _shard_weights(model: TorchLlama, mesh: DeviceMesh) -> None:
+def _shard_weights(model: TorchLlama, mesh: DeviceMesh, head_alone: bool) -> None:
     """FSDP2; masters and sums are float32."""
     policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
     experts = set(_experts(model)) or None
-    for part in (model.embedding, *model.layers, [model.norm, model.head], model):
+    last = [[model.norm, model.head]] if head_alone else []
+    for part in (model.embedding, *model.layers, *last, model):
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=experts)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collective_matmul.dispatch.contract import (
+    HIDDEN_SHARE,
     Backend,
     Direction,
     Request,
@@ -306,15 +307,15 @@ class Site(HasFormat, Request):
 
     @property
     def overlapped_seconds(self) -> float:
-        """The part of `communication_seconds` that XLA may hide.
+        """The part of `communication_seconds` that XLA hides, or may hide.
 
-        In a backward pass that is all: it hides either collective under the matmul of the weight
-        gradient. Weights may be gathered at any time before.
+        In a backward pass it hides some of either collective under the matmul of the weight
+        gradient. Weights may be gathered, and their gradients scattered, at any time: they count as
+        hidden.
         """
-        if self.direction == "backward":
-            return self.communication_seconds
-        own = replace(self, weight_shards=None)
-        return self.communication_seconds - own.communication_seconds
+        own = replace(self, weight_shards=None).communication_seconds
+        weights = self.communication_seconds - own
+        return weights + (HIDDEN_SHARE * own if self.direction == "backward" else 0.0)
 
     @property
     def is_tabled(self) -> bool:

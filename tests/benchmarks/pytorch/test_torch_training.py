@@ -38,8 +38,10 @@ EXPERTS = (
     " --model.num-experts 4 --model.num-experts-per-token 2 --model.query-key-norm"
     " --balance-loss-weight 0 --expert-axes fsdp"
 )
+#: Logits of fewer tokens than there are, and then of the rest.
+CHUNKS = " --loss-chunk 48"
 #: What is placed in another way by tensor parallelism and by sharded weights.
-COVERING = [("none", 0), ("dots", 0), ("full", 3)]
+COVERING = [("none", 0, ""), ("dots", 0, CHUNKS), ("full", 3, CHUNKS)]
 FLOAT8 = ("torch_tp", "torch_tp_fp8_tensorwise", "torch_async_tp_fp8_rowwise")
 FLOAT8_CASE = TrainCase("debug", 1, 32, 2, "none", 0, "", FLOAT8)
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -122,8 +124,10 @@ def test_a_step_is_the_trainers(flags: str, zero: Any) -> None:
         np.testing.assert_allclose(training.losses, curve, rtol=1e-5)
 
 
-def results_of(configurations: list[tuple[Any, Any]], flags: str = FLAGS) -> list[dict[str, Any]]:
-    cases = [case_of(remat, zero, flags) for remat, zero in configurations]
+def results_of(
+    configurations: list[tuple[Any, Any, str]], flags: str = FLAGS
+) -> list[dict[str, Any]]:
+    cases = [case_of(remat, zero, flags + more) for remat, zero, more in configurations]
     cases += [FLOAT8_CASE] if configurations is COVERING and HAS_TORCHAO else []
     results, reason = time_pytorch(
         [described(case) for case in cases],
@@ -161,14 +165,14 @@ def test_parallel_steps_are_those_of_one_device(covering: list[dict[str, Any]]) 
 
 
 def test_steps_of_divided_experts_are_those_of_one_device() -> None:
-    results = results_of([("none", 3)], FLAGS + EXPERTS)
+    results = results_of([("none", 3, EXPERTS)])
     assert [result["candidate"] for result in results] == ["torch_fsdp"]
     assert_losses_are_those_of_one_device(results, case_of("none", 3, FLAGS + EXPERTS))
 
 
 @pytest.mark.exhaustive
 def test_every_parallel_step_is_that_of_one_device() -> None:
-    results = results_of([(remat, zero) for remat in REMATS for zero in (0, 3)])
+    results = results_of([(remat, zero, "") for remat in REMATS for zero in (0, 3)])
     assert len(results) == 3 * (2 + 1)
     assert_losses_are_those_of_one_device(results)
 
