@@ -62,8 +62,8 @@ def _check_exists(config: Config, begins: str | None) -> None:
         return
     if not expanded(begins).exists():
         raise ValueError(
-            f"init_from={begins!r}: there is no such folder or checkpoint; if it is a model's name"
-            f" on the Hugging Face hub, download it: hf download {begins} --local-dir FOLDER"
+            f"init_from={begins!r}: does not exist; give a directory of checkpoints, or a Hugging"
+            f" Face folder; a model of the hub: hf download {begins} --local-dir FOLDER"
         )
 
 

@@ -37,7 +37,7 @@ class OfNnx(nnx.Module):
 
 
 class Flat(nnx.Module):
-    """The same with all features of a layer in one dimension."""
+    """Layers with all features in one dimension."""
 
     def __init__(self, rngs: nnx.Rngs):
         for name, (heads, size) in HEADS.items():

@@ -13,7 +13,7 @@ def test_what_is_not_here_is_not_taken_for_the_debug_model(mode, capsys) -> None
     with pytest.raises(SystemExit):
         main([mode, "--devices", "2", "--init-from", "Qwen/Qwen3-8B"])
     error = capsys.readouterr().err
-    assert "init_from='Qwen/Qwen3-8B': there is no such folder" in error
+    assert "init_from='Qwen/Qwen3-8B': does not exist" in error
     assert "hf download Qwen/Qwen3-8B" in error
 
 
