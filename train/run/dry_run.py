@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -92,8 +93,9 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         lines.insert(0, gpu.remark)
     explained = explain(step, verbose=config.verbose)
     lines.append(str(explained(state, abstract_batch(config))))
-    kernel = attention_kernel(config, sizes, mesh)
-    lines += describe_faster_mesh(config, sizes, device_kind_of(config), kernel)
+    with contextlib.suppress(ValueError):  # The next line says why nothing is predicted.
+        kernel = attention_kernel(config, sizes, mesh)
+        lines += describe_faster_mesh(config, sizes, device_kind_of(config), kernel)
     lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
