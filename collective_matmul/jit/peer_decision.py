@@ -30,9 +30,9 @@ from collective_matmul.log import warn_once
 from collective_matmul.transport import transport_along
 
 #: The share of the time without these kernels that must be saved. Of the stacks in
-#: tests/jit/test_measured_decisions.py, where 4.6 % was predicted 0.3 to 20 % were saved, and where
-#: more was, at least half of it. Where 0.3 % was predicted, rings were as fast or faster. The cost
-#: needs no margin of its own: other collectives count as if all of them was hidden before.
+#: tests/jit/test_measured_decisions.py, 0.3 to 20 % were saved where 4.6 % was predicted, and at
+#: least a third of the prediction where more was. Where it was 0.3 %, rings were as fast or faster.
+#: The cost needs no margin: other collectives count as if all of them was hidden before.
 MARGIN = 0.03
 
 

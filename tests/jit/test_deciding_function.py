@@ -325,7 +325,7 @@ def test_copies_decide_too() -> None:
 @few_are_allowed
 @pytest.mark.parametrize("x", [FEW, MANY], ids=["few", "many"])
 def test_a_decided_program_is_that_of_a_call(x: np.ndarray) -> None:
-    """What `lower` and `trace` return never has kernels that address peers."""
+    """The program of `lower` never has kernels that address peers."""
     traced = Traced()
     fun = overlap_jit(traced, donate_argnums=0)
     program = fun.decided(x)

@@ -462,7 +462,7 @@ def test_a_decided_program_records_its_own_decisions(allowed: bool) -> None:
 
 
 @pytest.mark.usefixtures("_two_processes")
-def test_without_preallocated_memory_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_preallocation_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many rows only the kernels can take that store to arrays of peers."""
     monkeypatch.setattr(shared_memory, "unshared_pools_reason", lambda: "nothing is preallocated")
     explanation = explain(on(mesh_of()))(*arguments(8192, *WIDTHS, dtype=BFLOAT16))

@@ -32,6 +32,11 @@ from train.plan.mesh_choice import describe_faster_mesh
 from train.plan.run import attention_kernel, attention_of, predict_run
 from train.step import sharded_step
 
+_ONE_PROCESS = (
+    "backends and times are those of one process; with several, rings over tensor cannot overlap,"
+    " and the run prints after compilation whether kernels that address peers' memory replace them"
+)
+
 
 def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     """Prints bytes per device and the collective matmuls of one step on a mesh.
@@ -91,6 +96,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     lines = [f"one step {where}, with the number of times that each op runs:"]
     if gpu is not None and gpu.remark is not None:
         lines.insert(0, gpu.remark)
+    if config.distributed.tensor_across_processes:
+        lines.insert(0, _ONE_PROCESS)
     explained = explain(step, verbose=config.verbose)
     lines.append(str(explained(state, abstract_batch(config))))
     with contextlib.suppress(ValueError):  # The next line says why nothing is predicted.

@@ -130,6 +130,14 @@ def test_dry_run_counts_bytes_on_a_mesh_without_devices(capsys):
     assert "[2,4096,1792]@[1792,4096]" in output
 
 
+def test_dry_run_says_that_it_is_of_one_process(capsys):
+    arguments = ["--dry-run", "--mesh.tensor", "2", "--batch-size", "8"]
+    sentence = "backends and times are those of one process; with several, rings over tensor cannot"
+    assert sentence not in printed(capsys, arguments)
+    across = "--distributed.tensor-across-processes"
+    assert sentence in printed(capsys, [*arguments, across])
+
+
 def test_dry_run_says_how_to_make_a_model_fit(capsys):
     arguments = "--dry-run --preset llama3-8b --mesh.data 1 --mesh.tensor 1 --batch-size 128"
     arguments += " --loss-chunk 0"  # In chunks, it fits as it is.

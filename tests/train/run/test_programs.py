@@ -41,12 +41,15 @@ class Jitted:
 
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Pretends that another process says what this one does, or the value of "says"."""
+    """Pretends that another process says what this one does, or what a test says."""
     found: dict[str, Any] = {"exchanged": []}
 
     def exchange(value: Any) -> list[Any]:
         found["exchanged"].append(value)
-        return [value, found.get("says", value) if isinstance(value, dict) else value]
+        return [
+            value,
+            found.get("exchanged by the other", value) if isinstance(value, dict) else value,
+        ]
 
     monkeypatch.setattr(agreement, "exchange", exchange)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
@@ -63,12 +66,12 @@ def test_processes_come_together_before_they_trace(other: dict[str, Any]) -> Non
     ]
 
 
-@pytest.mark.parametrize("says", [{"fused (measured)": 1}, {"xla (measured)": 1}])
+@pytest.mark.parametrize("theirs", [{"fused (measured)": 1}, {"xla (measured)": 1}])
 def test_processes_that_decide_differently_lower_nothing(
-    says: dict[str, int], other: dict[str, Any]
+    theirs: dict[str, int], other: dict[str, Any]
 ) -> None:
     """Lowering would wait for the memory that the other process does not share."""
-    other["says"] = says
+    other["exchanged by the other"] = theirs
     jitted = Jitted(other["exchanged"])
     with pytest.raises(AgreedError, match="process 1 has another choice of backends than process"):
         compile_together(jitted, None)
