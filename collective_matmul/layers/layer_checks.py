@@ -60,32 +60,45 @@ def _copies_instead(argument: str, sizes: tuple[int, ...], devices: int) -> str:
 
 
 def copies(
-    value: int, size: int, axis_name: str, devices: int | None, weight_axis_name: str | None
+    value: int,
+    outputs: Sequence[int],
+    axis_name: str,
+    devices: int | None,
+    weight_axis_name: str | None,
 ) -> None:
     """Checks the number of devices that compute the same features.
 
     Args:
       value: the number.
-      size: the number of features, in groups for each device.
+      outputs: the output features. The first of several are heads: each device has one. Of a
+        single size, each device has an equal part, such as all features of a head.
       axis_name: the mesh axis.
       devices: its size, or None if it is not known.
       weight_axis_name: the second axis of the kernel, or None.
 
     Raises:
-      ValueError: unless there is one feature for as many devices, and no second axis.
+      ValueError: unless there is one part for as many devices, and no second axis.
     """
-    if value < 1 or (devices is not None and size * value != devices):
+    size, *others = outputs
+    if value < 1 or (devices is not None and not _copies_fit(value, size, bool(others), devices)):
         raise ValueError(
             f"copies={value}: expected the {devices} devices of axis {axis_name!r} over"
             f" out_features={size}, or 1 if there are no fewer of these than devices; the first of"
-            " out_features counts, so heads need a dimension of their own, as those of"
-            " nnx.LinearGeneral(features, (heads, head_dim))"
+            " out_features counts, as the heads of nnx.LinearGeneral(features, (heads, head_dim));"
+            f" of one size, pass {devices} over the number of heads in it"
         )
     if weight_axis_name is not None:
         raise ValueError(
             f"weight_axis_name={weight_axis_name!r}: kernels with copies={value} are whole on every"
             " device; leave it out"
         )
+
+
+def _copies_fit(value: int, size: int, are_heads: bool, devices: int) -> bool:
+    """Whether parts of `size` features are for `value` devices each."""
+    if are_heads:
+        return size * value == devices
+    return devices % value == 0 and size % (devices // value) == 0
 
 
 def heads(path: str, module: Any, axis_name: str, mesh: Mesh | None) -> int:

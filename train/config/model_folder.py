@@ -12,18 +12,22 @@ from models.hugging_face.writing import ORIGIN
 from models.paths import expanded
 from train.config.config import Config
 
+#: The preset of a run that names none.
+DEFAULT_PRESET = "debug"
+
 
 def with_model_of(config: Config) -> Config:
     """The configuration with the model and the tokenizer of the Hugging Face folder that the run
     begins with, or that the checkpoint came from that it begins with or goes on from.
 
     Raises:
-      ValueError: the folder is damaged, or flags ask for another model.
+      ValueError: the folder is damaged or missing, or flags ask for another model.
     """
     root = model_folder(config)
-    if root is None:
-        return config
     begins = _begins(config)
+    if root is None:
+        _check_exists(config, begins)
+        return config
     name = "checkpoint_dir" if config.resume else "init_from"
     try:
         model = ModelFolder.config_of(root)
@@ -50,6 +54,17 @@ def with_model_of(config: Config) -> Config:
     if config.tokenizer is None and tokenizer.is_file():
         config = dataclasses.replace(config, tokenizer=str(tokenizer))
     return dataclasses.replace(config, model=padded)
+
+
+def _check_exists(config: Config, begins: str | None) -> None:
+    """Refuses to begin with what is not here, unless a preset says what its model is."""
+    if begins is None or config.resume or config.preset != DEFAULT_PRESET:
+        return
+    if not expanded(begins).exists():
+        raise ValueError(
+            f"init_from={begins!r}: does not exist; give a directory of checkpoints, or a Hugging"
+            f" Face folder; a model of the hub: hf download {begins} --local-dir FOLDER"
+        )
 
 
 def model_folder(config: Config) -> Path | None:

@@ -1,17 +1,22 @@
-"""The tensor axis of a run that leaves its size to the trainer: the plan's choice."""
+"""The tensor axis of a run that leaves its size to the trainer, and meshes that would be faster."""
 
 from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
+from typing import Any
 
 from train.config.checks import check
-from train.config.config import Config, MeshSizes
+from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.defaults import saved_configuration
 from train.memory.device_memory import GPUS, usable
 from train.parallel.mesh import mesh_sizes
+from train.plan.candidates import meshes, shardings
 from train.plan.memory_estimate import predict_memory
-from train.plan.step_time import predict, unpredicted_reason
+from train.plan.step_time import milliseconds, predict, unpredicted_reason
+
+#: How far predicted step times have been off: meshes that are closer are as fast.
+_ERROR = 0.05
 
 #: Where a checkpoint's configuration has the mesh of the run.
 SAVED_SIZES = "mesh_sizes"
@@ -54,7 +59,51 @@ def planned_mesh_sizes(
     return min(seconds, key=seconds.__getitem__, default=default)
 
 
-def _seconds(config: Config, sizes: MeshSizes, device_kind: str) -> float | None:
+def describe_faster_mesh(
+    config: Config, sizes: MeshSizes, device_kind: str, attention: str
+) -> list[str]:
+    """A mesh and a ZeRO level that would be faster, as lines to print; none if no other one is.
+
+    All else stays as it is. Flags that ask for a ZeRO level are kept.
+
+    Args:
+      config: the configuration.
+      sizes: its mesh.
+      device_kind: JAX's name of the GPU.
+      attention: the kernel of attention.
+    """
+    if unpredicted_reason(config, device_kind) is not None:
+        return []
+    chosen = _seconds(config, sizes, device_kind, attention)
+    free = dataclasses.replace(config, mesh=MeshConfig())
+    found: list[tuple[float, MeshSizes, dict[str, Any]]] = []
+    for other in meshes(free, sizes.devices):
+        for changes in shardings(free, other):
+            with suppress(ValueError):
+                changed = dataclasses.replace(free, **changes)
+                time = _seconds(changed, other, device_kind, attention)
+                if time is not None:
+                    found.append((time, other, changes))
+    if not found:
+        return []
+    time, other, changes = min(found, key=lambda each: each[0])
+    if chosen is not None and time > (1 - _ERROR) * chosen:
+        return []
+    flags = [f"--mesh.{axis} {size}" for axis, size in other._asdict().items()]
+    flags += [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in changes.items()
+        if value != getattr(config, name)
+    ]
+    return [
+        f"faster: {' '.join(flags)} takes {milliseconds(time)} by the same prediction, and fits;"
+        " --plan lists more"
+    ]
+
+
+def _seconds(
+    config: Config, sizes: MeshSizes, device_kind: str, attention: str | None = None
+) -> float | None:
     """The predicted step time; None if it does not fit into memory.
 
     Raises:
@@ -65,7 +114,8 @@ def _seconds(config: Config, sizes: MeshSizes, device_kind: str) -> float | None
     [memory] = (g.memory for g in GPUS.values() if g.device.device_kind == device_kind)
     if predict_memory(config, sizes).total > usable(memory):
         return None
-    return predict(config, sizes, device_kind, network_bytes=config.network_bytes).time.total
+    options: Any = {"network_bytes": config.network_bytes, "attention": attention}
+    return predict(config, sizes, device_kind, **options).time.total
 
 
 def _sizes_before(config: Config) -> MeshSizes | None:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from train.config.checks import check_planned_machine
 from train.config.config import Config, MeshConfig, MeshSizes
+from train.config.model_folder import model_name
 from train.memory.device_memory import GPUS, MARGIN, memory_limit
 from train.parallel.mesh import make_abstract_mesh
 from train.plan.candidates import (
@@ -51,9 +52,10 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> No
         raise ValueError(f"plan: {reason}; see what fits with --dry-run")
     plan = make_plan(config, machine)
     batch = planned_batch_size(config, machine.devices)
+    gpus = f"{machine.devices} × {machine.device_kind}"
     lines = [
-        f"plan: {config.preset} on {machine.devices} × {machine.device_kind}, {batch} sequences of"
-        f" {config.sequence_length} tokens per step, attention by {machine.attention}"
+        f"plan: {model_name(config)} on {gpus}, {batch} sequences of {config.sequence_length}"
+        f" tokens per step, attention by {machine.attention}"
     ]
     if is_free(config, "batch_size") and batch > config.batch_size:
         lines[0] += f" (--batch-size {config.batch_size}, rounded up to a multiple of the GPUs)"
@@ -162,7 +164,7 @@ def _conclusion(plan: Plan, machine: Machine) -> list[str]:
             f" {MARGIN:.1%} stay free, or are not possible{':' if refused else ''}"
         )
         lines += [
-            f"  {count:,} × {reason}, such as {plan.examples[reason]}"
+            f"  {count:,} × {reason}, such as {plan.nearest[reason][1]}"
             for reason, count in plan.refused.most_common(_REASONS)
         ]
     else:
@@ -174,7 +176,8 @@ def _conclusion(plan: Plan, machine: Machine) -> list[str]:
     if refused and not plan.candidates:
         lines.append(
             "nothing fits: use more --devices, GPUs with more memory, shorter sequences"
-            " (--sequence-length), or a smaller model"
+            " (--sequence-length), a smaller model, or --lora.rank 16, which trains adapters alone:"
+            " --dry-run says whether that fits"
         )
     return lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -27,6 +28,7 @@ from train.parallel.mesh import make_abstract_mesh
 from train.parallel.model import ModelFunctions, describe_trained
 from train.parallel.zero import describe_zero
 from train.plan.communication import GPUS_OF_A_NODE
+from train.plan.mesh_choice import describe_faster_mesh
 from train.plan.run import attention_kernel, attention_of, predict_run
 from train.step import sharded_step
 
@@ -98,6 +100,9 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         lines.insert(0, _ONE_PROCESS)
     explained = explain(step, verbose=config.verbose)
     lines.append(str(explained(state, abstract_batch(config))))
+    with contextlib.suppress(ValueError):  # The next line says why nothing is predicted.
+        kernel = attention_kernel(config, sizes, mesh)
+        lines += describe_faster_mesh(config, sizes, device_kind_of(config), kernel)
     lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -136,19 +136,23 @@ def own_columns(context: ShardingContext, parameter: Any, dimension: int, copies
       context: whether the parameter is local or global; it is whole in both, if there are copies.
       parameter: None, or an array, which may be quantized.
       dimension: the dimension of it that the columns are.
-      copies: the number of devices that compute the same columns.
+      copies: the number of devices that compute the same columns. N columns are in D / copies parts
+        of n.
 
     Returns:
-      Global [..., D, ...], or this device's [..., 1, ...]; without copies the parameter itself.
+      Global [..., D * n, ...], or this device's [..., n, ...]; without copies the parameter itself.
     """
     if parameter is None or copies == 1:
         return parameter
     if isinstance(parameter, Quantized):  # Of these columns, and the array of all.
         return parameter.with_array(own_columns(context, parameter.array, dimension, copies))
+    before, (size, *after) = parameter.shape[:dimension], parameter.shape[dimension:]
+    own = size * copies // context.devices
     if isinstance(context, LocalShards):
-        first = jax.lax.axis_index(context.axis_name) // copies
-        return jax.lax.dynamic_slice_in_dim(parameter, first, 1, dimension)
-    return jnp.repeat(parameter, copies, dimension)
+        first = jax.lax.axis_index(context.axis_name) // copies * own
+        return jax.lax.dynamic_slice_in_dim(parameter, first, own, dimension)
+    parts = parameter.reshape(*before, size // own, own, *after)
+    return jnp.repeat(parts, copies, dimension).reshape(*before, size * copies, *after)
 
 
 def _column_specs(count: int, columns: Any, biases: Any, adapters: Any) -> tuple[Any, Any, Any]:

@@ -228,7 +228,8 @@ class ColumnParallelLinear(_ParallelLinear):
         is not gathered.
       copies: number of devices that compute the same of out_features[0], for attention with fewer
         heads of keys and values than devices. Then out_features[0] times copies is D, parameters
-        are whole on every device, and the result is [..., S, D, ...], sharded.
+        are whole on every device, and the result is [..., S, D, ...], sharded. A single size has
+        D / copies heads one after the other; the result has D of them.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       **options: the rest, by name:
 
@@ -280,7 +281,7 @@ class ColumnParallelLinear(_ParallelLinear):
             outputs = layer_checks.sizes("out_features", out_features)
             weight_axis_name = options.get("weight_axis_name")
             devices = known_axis_size(axis_name, mesh)
-            layer_checks.copies(copies, outputs[0], axis_name, devices, weight_axis_name)
+            layer_checks.copies(copies, outputs, axis_name, devices, weight_axis_name)
         super().__init__(in_features, out_features, sharded, axis_name, mesh, **options)
 
     @property

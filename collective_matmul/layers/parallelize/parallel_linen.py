@@ -292,7 +292,7 @@ class ParallelModule:
             layer_checks.kernel(kernel, shape, len(axes), context, None)
         else:
             axis_name, devices = context.axis_name, context.devices
-            layer_checks.copies(style.copies, features[0], axis_name, devices, None)
+            layer_checks.copies(style.copies, features, axis_name, devices, None)
         if calls is None:
             (y,) = self._columns(module, None, context, inputs)
             return y

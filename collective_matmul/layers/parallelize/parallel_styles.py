@@ -24,7 +24,9 @@ class Column:
         registered format, as the ops take it.
       copies: number of devices that compute the same of the first output feature dimension, such
         as heads of keys and values that are fewer than devices. Then that dimension times copies is
-        the size of the axis, also in the result, and parameters are whole on every device.
+        the size of the axis, also in the result, and parameters are whole on every device. Of
+        layers with one output dimension, as `nnx.Linear` is, the features of all heads times copies
+        are those of the result.
     """
 
     gather_dimension: int | None = -2

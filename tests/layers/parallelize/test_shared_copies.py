@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
 
 from collective_matmul import explain
 from collective_matmul.layers import Row, Shared, parallelize
+from collective_matmul.layers.linear.functions import own_columns
+from collective_matmul.layers.sharding_context import LocalShards, current_context
 
 HEADS, COPIES = {"q": (8, 8), "k": (2, 8), "v": (2, 8)}, {"k": 2, "v": 2}
 OPS = "all_gather_matmul", "matmul_reduce_scatter"
@@ -33,6 +36,19 @@ class OfNnx(nnx.Module):
         return self.o(attend(*(getattr(self, name)(x) for name in HEADS)))
 
 
+class Flat(nnx.Module):
+    """Layers with all features in one dimension."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        for name, (heads, size) in HEADS.items():
+            setattr(self, name, nnx.Linear(32, heads * size, rngs=rngs))
+        self.o = nnx.Linear(64, 32, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        heads = (getattr(self, name)(x).reshape(*x.shape[:-1], -1, 8) for name in HEADS)
+        return self.o(attend(*heads).reshape(*x.shape[:-1], -1))
+
+
 class OfLinen(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -40,12 +56,12 @@ class OfLinen(linen.Module):
         return linen.DenseGeneral(32, axis=(-2, -1), name="o")(attend(*heads))
 
 
-@pytest.mark.parametrize("library", ["nnx", "linen"])
+@pytest.mark.parametrize("library", ["nnx", "flat", "linen"])
 def test_they_share_one_gather(make_mesh, library):
     x = jax.random.normal(jax.random.key(0), (2, 16, 32))
     mesh = make_mesh({"tensor": 4})
-    if library == "nnx":
-        model = OfNnx(nnx.Rngs(0))
+    if library != "linen":
+        model = (OfNnx if library == "nnx" else Flat)(nnx.Rngs(0))
         expected = model(x)
         parallelize(model, PLAN, mesh=mesh, implementation="ring")
         call = nnx.jit(lambda model, x: model(x))
@@ -55,12 +71,28 @@ def test_they_share_one_gather(make_mesh, library):
         expected: Any = model.apply(variables, x)
         parallel = parallelize(model, PLAN, mesh=mesh, implementation="ring")
         call = jax.jit(lambda _, x: parallel.apply(variables, x))
-    arguments = model if library == "nnx" else None, x
+    arguments = None if library == "linen" else model, x
     # float32, and sums of 64 products in another order.
     np.testing.assert_allclose(call(*arguments), expected, rtol=1e-4, atol=1e-5)
     # One gather for all three, and the scatter of the output.
     found = str(explain(call)(*arguments))
     assert [found.count(f"1×  forward  {op}") for op in OPS] == [1, 1]
+
+
+@pytest.mark.parametrize(("copies", "expected"), [(2, "aabb"), (2, "ababcdcd"), (4, "abababab")])
+def test_devices_have_the_same_part_of_one_dimension(make_mesh, copies, expected):
+    """Global, and in a shard_map over four devices."""
+    weights = jnp.arange(3.0 * len({*expected})).reshape(3, -1)
+    mesh = make_mesh({"tensor": 4})
+    whole = own_columns(current_context("tensor", mesh, weights), weights, 1, copies)
+
+    def local(weights: jax.Array) -> jax.Array:
+        return own_columns(LocalShards("tensor"), weights, 1, copies)
+
+    shards = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(None, "tensor"))(weights)
+    wanted = weights[:, [*map("abcd".index, expected)]]
+    np.testing.assert_array_equal(whole, wanted)
+    np.testing.assert_array_equal(shards, wanted)
 
 
 def test_copies_of_a_layer_that_does_not_share_are_refused():
