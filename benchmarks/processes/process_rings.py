@@ -55,7 +55,8 @@ class ProcessRings(Settings):
     candidates: tuple[str, ...] = ()
     """Which candidates, besides the computation alone; default: all."""
     separate_autotuning: bool = False
-    """Each process tries matmuls by itself, instead of a share of them for both."""
+    """Each process tries matmuls by itself, instead of a share of them for both. XLA may then compile
+    programs that do not fit together."""
 
 
 class Ring(PlainJax):
