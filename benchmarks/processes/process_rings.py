@@ -55,7 +55,7 @@ class ProcessRings(Settings):
     candidates: tuple[str, ...] = ()
     """Which candidates, besides the computation alone; default: all."""
     separate_autotuning: bool = False
-    """Each process tries matmuls by itself; XLA may then compile programs that do not fit together."""
+    """Each process tries matmuls by itself; XLA may compile programs that do not fit together."""
 
 
 class Ring(PlainJax):
