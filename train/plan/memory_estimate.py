@@ -211,10 +211,10 @@ class _Step:
         rest = self.gradients * (blocks + head) / self.all_weights
         if shapes.zero == 2:  # XLA scatters the head's only at the end.
             rest += 4 * head * (1 - 1 / shapes.weight_shards)
-        # Gradients of experts that are not sharded further are float32 at once.
+        # Gradients of experts that are not sharded further are float32, one matrix after another.
         is_gathered = shapes.expert_shards > 1
         own = self.width * shapes.block_weights
-        own += (self.width if is_gathered else 4) * shapes.expert_weights
+        own += (self.width if is_gathered else 4 / 3) * shapes.expert_weights
         kept = self.kept_weights
         stays = self.accumulates or is_loop
         weights = self.weights if stays else kept + (self.weights - kept) * left / layers

@@ -52,9 +52,14 @@ def initial_state(
     print_line(f"resumed from the checkpoint of step {restored.step}")
     if not restored.verified:
         print_line("it is not verified: an earlier release saved it, without checksums")
+    before = setup.checkpoints.configuration(restored.step)
     if setup.config.init_from is not None and FROZEN not in abstract:
-        print_line(f"--init-from {setup.config.init_from} is not read: that is where the run began")
-    changed = changed_settings(setup.checkpoints.configuration(restored.step), setup.configuration)
+        where = "that is where the run began"
+        if setup.began_with != setup.config.init_from:
+            began = setup.began_with or "random weights"
+            where = f"the run began with {began}, and goes on from its checkpoint"
+        print_line(f"--init-from {setup.config.init_from} is not read: {where}")
+    changed = changed_settings(before, setup.configuration)
     if changed:
         print_line(f"changed since: {changed}")
     return state, restored.step

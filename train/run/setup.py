@@ -40,6 +40,7 @@ class Setup:
       mesh: mesh with the axes "data", "fsdp" and "tensor", and "context" where it is needed.
       text: the data.
       held_out: the text to evaluate on, or None.
+      began_with: the path of the weights that the run began with; None: random ones.
       init_from: the checkpoint with the initial weights; None for random ones, or if the run
         resumes.
       model: the model.
@@ -53,6 +54,7 @@ class Setup:
     text: TextData
     held_out: TextData | None
     init_from: InitialWeights | None
+    began_with: str | None
     model: ModelFunctions
     optimizer: optax.GradientTransformation
     wandb_run_id: str | None
@@ -63,6 +65,7 @@ class Setup:
         """The configuration that is saved with the state."""
         configuration = _configuration(self.config, self.text)
         configuration[SAVED_SIZES] = MeshSizes(**self.mesh.shape)._asdict()
+        configuration["init_from"] = self.began_with
         if self.held_out is not None:
             configuration["eval_text"] = _identity(self.held_out)
         if self.wandb_run_id is not None:
@@ -94,7 +97,8 @@ def prepare(config: Config) -> Setup:
     try:
         with together():
             saved = _saved_configuration(config, checkpoints)
-            if checkpoints is not None and config.init_from is not None and is_first():
+            begins = checkpoints is not None and not saved  # Else its folder is there already.
+            if begins and config.init_from is not None and is_first():
                 keep_origin(config.init_from, str(config.checkpoint_dir))
             config = _with_schedule(config, saved)
     except ValueError:
@@ -107,6 +111,10 @@ def prepare(config: Config) -> Setup:
         text=text,
         held_out=held_out,
         init_from=init_from,
+        # A base model that is read again may lie elsewhere now.
+        began_with=saved.get("init_from")
+        if saved and not model.frozen_params
+        else config.init_from,
         model=model,
         optimizer=make_optimizer(config.optimizer, config.steps, model.specs),
         wandb_run_id=(saved.get("wandb_run_id") or new_run_id()) if config.wandb else None,

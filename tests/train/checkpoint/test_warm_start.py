@@ -30,6 +30,10 @@ SECOND = shlex.split(
 )
 
 
+#: Models of Hugging Face.
+FOLDERS = Path(__file__).parents[2] / "data" / "hugging_face"
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints of a run, of its steps 2 and 4."""
@@ -99,10 +103,23 @@ def test_a_resume_takes_precedence_and_says_so(capsys, tmp_path, trained):
     main([*MODEL, *FIRST, *arguments])
     output = capsys.readouterr().out
     assert "resumed from the checkpoint of step 4" in output
-    assert "--init-from gone is not read: that is where the run began" in output
+    assert "--init-from gone is not read: the run began with random weights, and goes on" in output
     assert "weights from" not in output
     assert "changed since: steps was 4, is 5\n" in output
     assert "--init-from" not in output.partition("to go on:")[2].partition("to compare:")[0]
+
+
+def test_a_resume_with_another_folder_keeps_the_copy_of_the_runs_own(capsys, tmp_path):
+    own, other = (str(FOLDERS / name) for name in ("llama3", "qwen3"))
+    run = ["--checkpoint-dir", str(tmp_path), "--sequence-length", "16", "--batch-size", "8"]
+    main([*run, "--init-from", own, "--steps", "1"])
+    files = {path.name: path.read_bytes() for path in (tmp_path / "hugging_face").iterdir()}
+    main([*run, "--init-from", other, "--resume", "--steps", "2"])
+    sentence = f"--init-from {other} is not read: the run began with {own}, and goes on"
+    assert sentence in capsys.readouterr().out
+    main([*run, "--init-from", own, "--resume", "--steps", "3"])
+    assert f"--init-from {own} is not read: that is where the run began" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hugging_face").iterdir()} == files
 
 
 def test_a_run_goes_on_with_stacked_layers_and_back(capsys, tmp_path, trained):

@@ -71,7 +71,7 @@ def compared_model(
     model = ModelFunctions(dataclasses.replace(TINY, model=shape, zero=zero), sizes)
     kept = [name for name in model.abstract_params if COMPARED.search(name)]
     model.abstract_params = {name: model.abstract_params[name] for name in kept}
-    model.specs = {name: model.specs[name] for name in kept}
+    model.specs, model.kept_weights = {name: model.specs[name] for name in kept}, {}
     if stack:
         names = {name: re.sub(r"\.\d+\.", ".", name) for name in kept}
         model.abstract_params = jax.eval_shape(stacked, model.abstract_params)
