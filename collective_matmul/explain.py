@@ -19,7 +19,12 @@ from collective_matmul.dispatch.selection import reference_alone
 from collective_matmul.hardware import assumed_rates
 from collective_matmul.jaxprs.collectives import axes_of, collective_seconds
 from collective_matmul.jaxprs.repeats import repeats
-from collective_matmul.jit.compiler import PeerKernels, check_peer_kernels, renamed_fused
+from collective_matmul.jit.compiler import (
+    OverlapJit,
+    PeerKernels,
+    check_peer_kernels,
+    renamed_fused,
+)
 from collective_matmul.jit.graph_functions import check_function
 from collective_matmul.jit.peer_decision import NO_SITE, PeerKernelDecision, decide
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
@@ -207,8 +212,8 @@ def explain(
     such as ``AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")``.
 
     Args:
-      fun: the function to explain.
-      peer_kernels: as for the `overlap_jit` by which it will be compiled. With "auto",
+      fun: the function to explain; of one of `overlap_jit`, the function that it compiles.
+      peer_kernels: as for the `overlap_jit` by which it will be compiled, or is. With "auto",
         the last lines of the table say whether kernels that address peers' memory are allowed, and
         why. Lines of collectives that `overlap` would replace are for the decision that the program
         would get then.
@@ -224,6 +229,14 @@ def explain(
 
     check_peer_kernels("explain", peer_kernels)
     check_function(fun)
+    if isinstance(fun, OverlapJit):
+        allowed = fun.requested if peer_kernels == UNDECIDED else peer_kernels
+
+        def of_compiled(*args: Any, **kwargs: Any) -> Explanation:
+            function, args, kwargs = fun.uncompiled(args, kwargs)
+            return explain(function, peer_kernels=allowed, verbose=verbose)(*args, **kwargs)
+
+        return of_compiled
 
     def explanation(*args: Any, **kwargs: Any) -> Explanation:
         traced = _traced(fun, args, kwargs, peer_kernels)

@@ -13,7 +13,13 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import all_gather_matmul, collective_einsum, explain, matmul_reduce_scatter
+from collective_matmul import (
+    all_gather_matmul,
+    collective_einsum,
+    explain,
+    matmul_reduce_scatter,
+    overlap_jit,
+)
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import BFLOAT16, H200
 from tests.explained import WIDE, arguments, flat_arguments, lines_of, on, plain
@@ -45,6 +51,35 @@ def test_gradients_have_lines_of_their_own(make_mesh: MeshFactory, jit) -> None:
     ]
     assert lines[3][4] == "float32 [8,6]@[6,4], with [4,4] over tensor=2"
     assert {line[-1] for line in lines} == {"on cpu nothing runs under a matmul"}
+
+
+@pytest.mark.parametrize("requested", [False, "auto"])
+def test_functions_of_overlap_jit_are_explained_as_what_they_compile(
+    make_mesh: MeshFactory, requested: Any
+) -> None:
+    sharded = on(make_mesh({AXIS: 2}))
+
+    def scaled(kind: str, x: Any, weights: Any, *, factor: str) -> Any:
+        assert (kind, factor) == ("twice", "2")
+        return int(factor) * sharded(x, weights)
+
+    static = {"static_argnums": 0, "static_argnames": "factor"}
+    jitted = overlap_jit(scaled, peer_kernels=requested, **static)
+    x, weights = arguments()
+    explained = explain(jitted)("twice", x, weights, factor="2")
+    assert explained.decisions == explain(sharded)(x, weights).decisions
+    assert (explained.peer_kernels.reason == "requested") is (requested is False)
+
+
+def test_a_step_of_nnx_objects_that_overlap_jit_compiles_is_explained() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+
+    @overlap_jit
+    def step(model: Any, x: jax.Array) -> jax.Array:
+        return model(x).sum()
+
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    assert explain(step)(model, np.ones((2, 4), np.float32)).decisions == ()
 
 
 def test_what_is_compiled_already_is_explained_again(make_mesh: MeshFactory) -> None:

@@ -257,7 +257,7 @@ class OverlapJit:
         self, fun: Callable, users: Mapping[str, Any], allowed: Any, kwargs: Mapping[str, Any]
     ):
         functools.update_wrapper(self, fun, updated=())
-        static = StaticArguments.of(fun, kwargs)
+        self._static = static = StaticArguments.of(fun, kwargs)
         graph = GraphFunction(fun, static, *map(kwargs.get, SHARDINGS))
         others = {name: value for name, value in kwargs.items() if name not in SHARDINGS}
         pure, pure_graph = pure_function(fun, static), graph.pure
@@ -342,6 +342,25 @@ class OverlapJit:
         check_same(program, _choices(variant.has_peer_kernels, decisions))
         compiled = self._lower(variant, traced, args, kwargs).compile()
         _check_order(f"order of {program}", compiled)
+
+    @property
+    def requested(self) -> PeerKernels:
+        """The argument `peer_kernels`."""
+        allowed = self._default.allowed
+        return allowed if isinstance(allowed, bool) else UNDECIDED
+
+    def uncompiled(
+        self, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Callable, tuple, dict[str, Any]]:
+        """The function without its static arguments, and the arguments that are left."""
+        fun = self.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
+        positions, traced = self._static.traced(args, kwargs)
+
+        def with_static_arguments(*others: Any, **named: Any) -> Any:
+            by_position = dict(enumerate(args)) | dict(zip(positions, others, strict=True))
+            return fun(*by_position.values(), **{**kwargs, **named})
+
+        return with_static_arguments, tuple(positions.values()), traced
 
     @property
     def _name(self) -> str:

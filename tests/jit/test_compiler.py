@@ -163,11 +163,11 @@ def test_all_that_jit_offers() -> None:
         overlap,
         jax.jit,
         overlap_jit,
-        explain,
+        lambda fun: explain(jax.grad(fun)),
         lambda fun: jax.jit(jax.grad(fun)),
         lambda fun: overlap(jax.grad(fun)),
     ],
-    ids=["overlap", "jit", "overlap_jit", "explain", "jit(grad)", "overlap(grad)"],
+    ids=["overlap", "jit", "overlap_jit", "explain(grad)", "jit(grad)", "overlap(grad)"],
 )
 def test_inside_another_function_it_names_the_order_that_works(around: Callable) -> None:
     with pytest.raises(ValueError, match=r"^overlap_jit: .* write overlap_jit\(overlap\(f\)\), "):
