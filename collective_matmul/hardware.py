@@ -108,6 +108,11 @@ def assumed_rates() -> Rates:
     return rates() or HOPPER
 
 
+def known_kinds(part: str) -> list[str]:
+    """JAX's names of kinds of device whose rates are known and whose names have this part."""
+    return [kind for kind in _RATES if part in kind and part != kind]
+
+
 def traced_device() -> jax.sharding.AbstractDevice:
     """The kind of device of the traced program: that of its mesh if known, else the default."""
     device = jax.sharding.get_abstract_mesh().abstract_device

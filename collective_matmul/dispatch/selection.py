@@ -24,7 +24,7 @@ from collective_matmul.dispatch.recording import Decision, PeerAlternative, reco
 from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import numbered
 from collective_matmul.dispatch.tables.lookup import Comparison
-from collective_matmul.hardware import rates, traced_device
+from collective_matmul.hardware import known_kinds, rates, traced_device
 from collective_matmul.log import warn_once
 from collective_matmul.peer_access import peer_kernels_allowed, peer_kernels_undecided
 from collective_matmul.transport import described_transport
@@ -197,6 +197,8 @@ def _fastest_known(assessments: Assessments) -> _Choice:
         if not overlaps:
             return _Choice(reference, f"on {device.platform} nothing runs under a matmul")
         unknown = f"{device.device_kind} was not measured; collective_matmul.tune can"
+        if meant := known_kinds(device.device_kind):
+            unknown = f"{device.device_kind} is not known; JAX's name is {' or '.join(meant)}"
         missed = unknown if substitute is None else _unprofitable(substitute, site) or unknown
         return _Choice(reference, "", missed)
     believed = [

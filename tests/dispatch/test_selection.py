@@ -269,6 +269,13 @@ def test_gpus_that_nothing_is_known_of_get_xla_and_say_so_once(
     assert warnings_of(caplog) == [f"all_gather_matmul falls back to xla: {unknown}"]
 
 
+def test_a_part_of_the_name_of_a_gpu_gets_the_whole_one(fresh_warnings: None) -> None:
+    with tracing_for(AbstractDevice("NVIDIA H100", num_cores=132, platform="gpu")):
+        reason = decide(site_of("all_gather_matmul", 8192, 8192, 28672)).reason
+    known = "NVIDIA H100 is not known; JAX's name is NVIDIA H100 80GB HBM3"
+    assert reason == f"fallback: {known}"
+
+
 def test_the_mesh_says_what_device_is_traced_for() -> None:
     mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
     kinds = []

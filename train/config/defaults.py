@@ -93,7 +93,8 @@ def describe_defaults(config: Config) -> list[str]:
     """The defaults of fine-tuning, or of the optimizer, that a new run has taken, as lines to
     print, and a warning of a learning rate that is far from usual."""
     what, taken = config.optimizer.kind, of_optimizer(config)
-    if model_folder(config) is not None:
+    folder = model_folder(config)
+    if folder is not None:
         what, taken = "fine-tuning", fine_tuning(config)
     now = traverse_util.flatten_dict(config.to_json(), sep=".")
     lines = [
@@ -101,6 +102,11 @@ def describe_defaults(config: Config) -> list[str]:
         for name, value in taken.items()
         if now[name] == value and not config.resume
     ]
+    if folder is not None and config.tokenizer is None:
+        lines.append(
+            f"warning: {folder} has no tokenizer.json, so text is read as bytes, which its model"
+            " may not know; give --tokenizer FILE"
+        )
     usual, is_known = usual_learning_rate(config), config.optimizer.relative_rate is not None
     if config.optimizer.learning_rate >= _SUSPICIOUS * usual and is_known:
         lines.append(

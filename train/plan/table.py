@@ -74,8 +74,10 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> No
     if best:
         command = ["python", "-m", "train", *arguments, *_flags(best[0])]
         _print(console, f"to run the first: {shlex.join(command)}")
-        if config.data is None:
+        if config.data is None and config.tokenizer is None:
             _print(console, "add --data and --tokenizer: without, it trains on a text as bytes")
+        elif config.data is None:
+            _print(console, "add --data: without, it trains on the Python manual")
 
 
 def machine_of(config: Config) -> Machine:

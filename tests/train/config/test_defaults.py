@@ -162,6 +162,17 @@ def test_the_printed_configuration_has_the_model_of_the_folder(
     assert capsys.readouterr().out == text
 
 
+def test_a_folder_without_a_tokenizer_is_read_as_bytes_and_says_so(tmp_path: Path):
+    folder = shutil.copytree(DATA / "qwen3", tmp_path / "qwen3")
+    (folder / "tokenizer.json").unlink()
+    config = dataclasses.replace(PRESETS["debug"](), init_from=str(folder))
+    sentence = f"warning: {folder} has no tokenizer.json, so text is read as bytes"
+    lines = describe_defaults(with_model_of(config))
+    assert any(line.startswith(sentence) for line in lines)
+    given = dataclasses.replace(config, tokenizer=str(DATA / "qwen3" / "tokenizer.json"))
+    assert not any("bytes" in line for line in describe_defaults(with_model_of(given)))
+
+
 def test_a_model_is_named_after_its_folder(tmp_path: Path):
     def name(init_from: Path) -> str:
         return model_name(dataclasses.replace(PRESETS["debug"](), init_from=str(init_from)))
