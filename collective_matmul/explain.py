@@ -133,7 +133,7 @@ class Explanation:
             alone = [(runs[line], site.communication_seconds) for line, site in plain.items()]
             if all(seconds is not None for _, seconds in alone):
                 seconds = sum(n * (each or 0) for n, each in alone)
-                totals[-1] += f"; over NVLink they take {seconds * 1e3:.2f} ms"
+                totals[-1] += f"; at the rate of NVLink they take {seconds * 1e3:.2f} ms"
         if self.auto_axes:
             totals.append(
                 f"mesh axes of type Auto show nothing: {', '.join(self.auto_axes)}. The compiler"

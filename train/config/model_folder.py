@@ -61,9 +61,12 @@ def _check_exists(config: Config, begins: str | None) -> None:
     if begins is None or config.resume or config.preset != DEFAULT_PRESET:
         return
     if not expanded(begins).exists():
+        owner, _, name = begins.partition("/")
+        is_of_hub = owner not in ("", ".", "..", "~") and name and "/" not in name
+        hub = f"; a model of the hub: hf download {begins} --local-dir FOLDER" if is_of_hub else ""
         raise ValueError(
             f"init_from={begins!r}: does not exist; give a directory of checkpoints, or a Hugging"
-            f" Face folder; a model of the hub: hf download {begins} --local-dir FOLDER"
+            f" Face folder{hub}"
         )
 
 
