@@ -30,6 +30,8 @@ _INSTRUCTION = re.compile(
 _KERNEL = re.compile(r'custom_call_target="mosaic_gpu')
 _LAYOUT = re.compile(r"(?<=\])\{[^}]*\}")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
+#: Numbers of what a process has traced, which others may have traced more or less often.
+_NUMBERS = re.compile(r"\bcollective_matmul\.decision\d+_\d+/?")
 
 
 def communication_order(program: str) -> list[str]:
@@ -59,5 +61,6 @@ def _communicates(opcode: str, line: str) -> bool:
 def _described(found: re.Match[str], line: str) -> str:
     opcode = "Mosaic kernel" if found["opcode"] == "custom-call" else found["opcode"]
     source = _SOURCE.search(line)
-    words = opcode, _LAYOUT.sub("", found["shape"]), f"of {source[1]}" if source else ""
+    origin = f"of {_NUMBERS.sub('', source[1])}" if source else ""
+    words = opcode, _LAYOUT.sub("", found["shape"]), origin
     return " ".join(filter(None, words))

@@ -29,7 +29,7 @@ ENTRY %main (x: bf16[8,4]) -> bf16[8,4] {
   %cublas.1 = (f32[16,4]{1,0}, s8[99]) custom-call(%x), custom_call_target="__cublas$gemm"
   %gather.2 = bf16[16,4]{1,0} all-gather-done(%gather.1), metadata={op_name="jit(step)/a"}
   %fused.1 = bf16[16,4]{1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={\
-op_name="jit(step)/all_gather_matmul"}
+op_name="jit(step)/collective_matmul.decision3_17/all_gather_matmul"}
   ROOT %sum.1 = bf16[16,4]{1,0} all-reduce(%fused.1), to_apply=%region.1
 }
 """
