@@ -44,15 +44,14 @@ def initial_state(
     abstract = state_on_mesh(setup.model, setup.optimizer, setup.mesh)
     restored = setup.checkpoints.restore(trained_part(abstract))
     state = with_weights(restored.state, abstract)
+    before = setup.checkpoints.configuration(restored.step)
     if FROZEN in abstract:
         state = {**state, FROZEN: frozen_weights(setup.init_from, setup.model, setup.mesh)}
-        saved = setup.checkpoints.configuration(restored.step)
-        check_base(saved, state, setup.config.init_from)
+        check_base(before, state, setup.config.init_from)
     batches.set_state(restored.data_position)
     print_line(f"resumed from the checkpoint of step {restored.step}")
     if not restored.verified:
         print_line("it is not verified: an earlier release saved it, without checksums")
-    before = setup.checkpoints.configuration(restored.step)
     if setup.config.init_from is not None and FROZEN not in abstract:
         where = "that is where the run began"
         if setup.began_with != setup.config.init_from:

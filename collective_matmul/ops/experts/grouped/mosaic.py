@@ -142,8 +142,8 @@ class MosaicGrouped(GroupedBackend):
     ) -> tuple[jax.Array, jax.Array | None]:
         """A copy of the rows if the matrix is wide: TMA then loads them."""
         size = max(x.size, index.size * request.contracted)
-        is_worth_it = request.columns >= _COLUMNS_WORTH_A_COPY and size < TRITON_ELEMENTS
-        return (copy_rows(x, index, count), None) if is_worth_it and on_gpu() else (x, index)
+        is_worth_it = request.columns >= _COLUMNS_WORTH_A_COPY and _has_triton(size)
+        return (copy_rows(x, index, count), None) if is_worth_it else (x, index)
 
     def sum_rows(
         self,
@@ -154,7 +154,7 @@ class MosaicGrouped(GroupedBackend):
         dtype: jnp.dtype,
     ) -> jax.Array:
         """A kernel for Triton; see `GroupedBackend`."""
-        if not on_gpu() or rows.size >= TRITON_ELEMENTS:
+        if not _has_triton(rows.size):
             return super().sum_rows(rows, places, count, weights, dtype)
         return sum_rows(rows, places, count, weights, dtype)
 
@@ -170,7 +170,7 @@ class MosaicGrouped(GroupedBackend):
     ) -> tuple[jax.Array, ...]:
         """By a kernel for Triton, of the rows that are used; see `GroupedBackend`."""
         options = {"results": results, "row_sums": row_sums}
-        if not on_gpu() or arrays[0].size >= TRITON_ELEMENTS:
+        if not _has_triton(arrays[0].size):
             return super().map_rows(fun, arrays, row_values, count, **options)
         return map_rows(fun, arrays, row_values, count, **options)
 
@@ -234,6 +234,11 @@ class MosaicGrouped(GroupedBackend):
         """This backend with a fixed tiling."""
         assert isinstance(configuration, Tiling)
         return type(self)(configuration)
+
+
+def _has_triton(elements: int) -> bool:
+    """Whether kernels for Triton can take arrays of so many elements here."""
+    return on_gpu() and elements < TRITON_ELEMENTS
 
 
 def _target() -> Target:
