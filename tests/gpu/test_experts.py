@@ -62,6 +62,13 @@ ROUNDED = [
         ("blockwise", "ring_two_way", True, {"width": 136, "hidden": 264}),
         ("tensorwise", "exchange", False, {"choices": 1}),
     )
+] + [
+    replace(
+        case_of(2, "ring_direct", options={"fp8": fp8}, width=256, hidden=256, tokens=304),
+        grouped=grouped,
+    )
+    for fp8 in ("rowwise", "tensorwise", "blockwise")
+    for grouped in ("mosaic", None)
 ]
 
 
@@ -71,6 +78,8 @@ def test_operands_in_8_bits(case: Case, make_mesh: MeshFactory) -> None:
     skip_without(case.axes["expert"])
     if jax.default_backend() == "cpu":
         case = replace(case, grouped="xla")
+    if case.grouped == "mosaic":
+        skip_without_hopper()
     first = check(case, make_mesh, jax.jit, RULES[case.options["fp8"]])
     again = jax.jit(case.program(make_mesh(dict(case.axes))))(case.arrays())
     for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
