@@ -117,6 +117,25 @@ class Format(Protocol):
         """
         ...
 
+    def local_rows(
+        self, xs: Sequence[jax.Array], *, of_gradient: bool = False
+    ) -> tuple[Any, ...] | None:
+        """Rows [M, K_i], each converted by itself, for products on this device.
+
+        Kernels call it with blocks of rows in registers, which zeros fill up to a power of two of
+        columns: it has only operations that Pallas knows for Triton.
+
+        Args:
+          xs: arrays, operands of one sum of products.
+          of_gradient: whether they are gradients of results.
+
+        Returns:
+          Pytrees of arrays [M, ...], which products take in place of `rows`; None if `rows` is the
+          only way.
+        """
+        del xs, of_gradient
+        return None
+
     def matrices(
         self, ws: Sequence[jax.Array], *, transposed: bool = False, sharding: Any = None
     ) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ Legend: M rows, K contracted, G groups, N columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from collective_matmul.operands.format import PLAIN, Format
-from collective_matmul.operands.multiply import is_array
+from collective_matmul.operands.multiply import is_array, multiplied
 
 #: An array, or rows or a stack of matrices in a format.
 GroupedOperand = Any
@@ -37,6 +38,32 @@ def separate_rows(
     if stored == PLAIN or not all(map(is_array, xs)):
         return tuple(xs)
     return jax.vmap(lambda *rows: tuple(stored.rows(rows, of_gradient=of_gradient)))(*xs)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What becomes of arrays that are operands of one sum of products.
+
+    Attributes:
+      format: the format in which they are multiplied.
+      count: how many of the arrays are operands; others follow them.
+      of_gradient: whether they are gradients of results.
+      keeps_arrays: whether the operands are also needed as arrays.
+    """
+
+    format: Format
+    count: int
+    of_gradient: bool = False
+    keeps_arrays: bool = False
+
+    def kept(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Those of the arrays that are needed as such, or of values for them."""
+        return arrays if self.keeps_arrays else arrays[self.count :]
+
+    def operands(self, arrays: Sequence[jax.Array]) -> list[Any]:
+        """The operands, of all arrays."""
+        rows = separate_rows(self.format, arrays[: self.count], of_gradient=self.of_gradient)
+        return [*map(multiplied, rows)]
 
 
 def matrix_stacks(

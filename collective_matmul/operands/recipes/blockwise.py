@@ -17,6 +17,7 @@ from collective_matmul.operands.format import Shapes
 from collective_matmul.operands.recipes.recipe import Recipe
 from collective_matmul.operands.scaled.packed_rows import PackedRows
 from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix, transposed_values
+from collective_matmul.operands.scaled.scaled_rows import ScaledRows
 from collective_matmul.operands.scaled.scaling import (
     BLOCK,
     Array,
@@ -48,11 +49,18 @@ class Blockwise(Recipe):
         return tuple(self._rows(x, dtype) for x in xs)
 
     def _rows(self, x: Array, dtype: jnp.dtype) -> PackedRows:
-        blocks = divided_into_blocks(x, -1)
-        scale = scale_of(jnp.max(magnitude(blocks), axis=-1, keepdims=True), dtype)
-        values = rounded(blocks, scale, dtype).reshape(*x.shape[:-1], -1)
+        values, scales = _rounded_rows(x, dtype)
         values = lax.slice_in_dim(values, 0, x.shape[-1], axis=-1)
-        return self.packed(values, scale[..., 0], x)
+        return self.packed(values, scales, x)
+
+    def local_rows(
+        self, xs: Sequence[Array], *, of_gradient: bool = False
+    ) -> tuple[ScaledRows, ...] | None:
+        """Rows in whole blocks; see `Format`."""
+        if any(x.shape[-1] % BLOCK for x in xs):
+            return None
+        dtype = self.gradient_dtype if of_gradient else self.dtype
+        return tuple(ScaledRows(*_rounded_rows(x, dtype), BLOCK) for x in xs)
 
     def scaled(
         self, ws: Sequence[Array], axis_name: str | None, dimension: int
@@ -79,6 +87,14 @@ class Blockwise(Recipe):
 
 
 BLOCKWISE = Blockwise("blockwise")
+
+
+def _rounded_rows(x: Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """The values of rows, with those of a last block that zeros fill up, and scales of blocks."""
+    blocks = divided_into_blocks(x, -1)
+    scale = scale_of(jnp.max(magnitude(blocks), axis=-1, keepdims=True), dtype)
+    values = rounded(blocks, scale, dtype).reshape(*x.shape[:-1], -1)
+    return values, scale.reshape(*x.shape[:-1], -1)
 
 
 def _rounded_blocks(

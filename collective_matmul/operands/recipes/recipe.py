@@ -36,6 +36,7 @@ from collective_matmul.operands.scaled.packed_rows import (
     scales_of_row,
 )
 from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix, transposed_values
+from collective_matmul.operands.scaled.scaled_rows import ScaledRows
 from collective_matmul.operands.scaled.scaling import (
     Array,
     largest_magnitude,
@@ -88,6 +89,15 @@ class Recipe(Format):
         scales = [jnp.broadcast_to(scale, (*x.shape[:-1], 1)) for x in xs]
         values = [rounded(x, scale, dtype) for x in xs]
         return tuple(map(self.packed, values, scales, xs))
+
+    def local_rows(
+        self, xs: Sequence[Array], *, of_gradient: bool = False
+    ) -> tuple[ScaledRows, ...]:
+        """Rows [M, K_i] of which each has a scale, that of all arrays together."""
+        dtype = self.gradient_dtype if of_gradient else self.dtype
+        largest = [jnp.max(magnitude(x), axis=-1, keepdims=True) for x in xs]
+        scale = self.scale(functools.reduce(jnp.maximum, largest), dtype)
+        return tuple(ScaledRows(rounded(x, scale, dtype), scale, self.block) for x in xs)
 
     def packed(self, values: jax.Array, scales: jax.Array, x: Array) -> PackedRows:
         """The rows of x, of which these are the values and scales."""

@@ -63,6 +63,11 @@ class PackedRows:
         return lax.bitcast_convert_type(raw, self.dtype)
 
     @property
+    def loaded(self) -> jax.Array:
+        """[..., M, K + bytes of scales], as kernels load values. The rest is not read."""
+        return lax.bitcast_convert_type(self.packed, self.dtype)
+
+    @property
     def scales(self) -> jax.Array:
         """float32 [..., M, scales of a row]."""
         columns = self.shape[-1]

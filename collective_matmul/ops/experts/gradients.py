@@ -34,6 +34,7 @@ from collective_matmul.ops.experts.work import (
     ExpertWork,
     GradientRows,
     Hidden,
+    HiddenGradients,
     PassWeights,
 )
 from collective_matmul.ops.matmul.reverse_mode import ReverseMode, undifferentiated
@@ -268,19 +269,20 @@ def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
     def visit(number: int, tokens: Any, operands: Any) -> Any:
         (x, dy), (ws, kept), plan = tokens, operands, plans[number]
         products = work.hidden(x, plan, ws) if call.recompute_hidden else kept[number]
-        dhidden, weighted, dweights = work.hidden_gradients(dy, products, plan, ws)
+        made = work.hidden_gradients(dy, products, plan, ws)
 
-        def gradients(state: tuple[GradientRows, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            rows, dweights = state
-            return work.input_gradient(rows.dhidden, plan, ws), dweights
+        def gradients(state: tuple[Any, Any, HiddenGradients]) -> tuple[jax.Array, jax.Array]:
+            made = state[-1]
+            return work.input_gradient(made, plan, ws), made.weights
 
-        return [gradients], (GradientRows(x, dy, dhidden, weighted, plan), dweights)
+        return [gradients], (x, dy, made)
 
     def finish(number: int, state: Any, operands: Any, carry: Any) -> Any:
         """Weight gradients of `_VISITS_AT_ONCE` visits, which are added in registers."""
         del operands
         waiting, gradients, of_biases = carry
-        waiting = [*waiting, state[0]]
+        x, dy, made = state
+        waiting = [*waiting, GradientRows(x, dy, made.hidden, made.weighted, plans[number])]
         if len(waiting) < _VISITS_AT_ONCE and number + 1 < len(plans):
             return waiting, gradients, of_biases
         of_biases = work.bias_gradients(waiting, biases, of_biases)

@@ -44,7 +44,12 @@ from collective_matmul.dispatch.contract import Direction
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.operands.format import PLAIN
-from collective_matmul.operands.grouped import as_array, matrix_stacks, separate_rows
+from collective_matmul.operands.grouped import (
+    Conversion,
+    as_array,
+    matrix_stacks,
+    separate_rows,
+)
 from collective_matmul.operands.multiply import multiplied
 from collective_matmul.ops.experts.activations import gated_activation
 from collective_matmul.ops.experts.biases import (
@@ -95,6 +100,22 @@ class Hidden(NamedTuple):
 
     gate: Any
     up: Any
+
+
+class HiddenGradients(NamedTuple):
+    """Gradients of hidden products, for one visit.
+
+    Attributes:
+      hidden: DG and DU.
+      operands: [[DG]] and [[DU]]; none for arrays as they are.
+      weighted: p A.
+      weights: gradients of the weights of a token's experts, [T, k].
+    """
+
+    hidden: Hidden
+    operands: Sequence[Any]
+    weighted: jax.Array
+    weights: jax.Array
 
 
 class GradientRows(NamedTuple):
@@ -204,6 +225,11 @@ class ExpertWork:
         (down,) = self._hidden_gradient.operands(matrix_stacks(stored, [ws.down], transposed=True))
         return PassWeights(into, down, self._input_gradient.operands(back), biases)
 
+    def _conversion(self, count: int, **options: Any) -> Conversion | None:
+        """How the first results of `map_rows` become operands; None for arrays as they are."""
+        stored = self._request.format
+        return None if stored == PLAIN else Conversion(stored, count, **options)
+
     def _in_format(
         self, product: _Product, xs: Sequence[Any], *, of_gradient: bool = False
     ) -> list[Any]:
@@ -228,8 +254,10 @@ class ExpertWork:
         def fun(gate: jax.Array, up: jax.Array) -> tuple:
             return (self.activation(gate, up),), None
 
-        activated = self._up.backend.map_rows(fun, hidden, [], plan.count, results=1)
-        return self._in_format(self._down, activated)[0]
+        (activated,) = self._up.backend.map_rows(
+            fun, hidden, [], plan.count, results=1, conversion=self._conversion(1)
+        )
+        return self._down.operands([activated])[0]
 
     def down(
         self, activated: Any, plan: Plan, ws: PassWeights, columns: tuple[int, int] | None = None
@@ -246,8 +274,8 @@ class ExpertWork:
 
     def hidden_gradients(
         self, dy: Any, hidden: Hidden, plan: Plan, ws: PassWeights
-    ) -> tuple[Hidden, jax.Array, jax.Array]:
-        """DG and DU; p A, for the gradient of down; and the gradient of the weights, [T, k]."""
+    ) -> HiddenGradients:
+        """The gradients of what was kept or computed again, and of the routing's weights."""
         request, backend = self._hidden_gradient
         (rows,) = self._in_format(self._hidden_gradient, [dy], of_gradient=True)
         gradient = backend.matmul(request, [(rows, ws.down)], plan.sizes, plan.tokens)
@@ -256,18 +284,24 @@ class ExpertWork:
             activated, pullback = jax.vjp(self.activation, gate, up)
             return (*pullback(weight * gradient), weight * activated), gradient * activated
 
-        dgate, dup, weighted, dweights = backend.map_rows(
-            fun, [gradient, *hidden], [plan.row_weights], plan.count, results=3, row_sums=True
+        dgate, dup, weighted, dweights, *operands = backend.map_rows(
+            fun,
+            [gradient, *hidden],
+            [plan.row_weights],
+            plan.count,
+            results=3,
+            row_sums=True,
+            conversion=self._conversion(2, of_gradient=True, keeps_arrays=True),
         )
         dweights = plan.of_tokens(dweights)
         if ws.biases.down is not None:
             dweights += bias_products(as_array(dy, self.dtype), ws.biases.down, plan)
-        return Hidden(dgate, dup), weighted, dweights
+        return HiddenGradients(Hidden(dgate, dup), operands, weighted, dweights)
 
-    def input_gradient(self, dhidden: Hidden, plan: Plan, ws: PassWeights) -> jax.Array:
+    def input_gradient(self, gradients: HiddenGradients, plan: Plan, ws: PassWeights) -> jax.Array:
         """Dx [T, h], this device's term."""
         request, backend = self._input_gradient
-        operands = self._in_format(self._input_gradient, dhidden, of_gradient=True)
+        operands = self._input_gradient.operands(gradients.operands or gradients.hidden)
         pairs = [*zip(operands, ws.back, strict=True)]
         rows = backend.matmul(request, pairs, plan.sizes)
         return backend.sum_rows(rows, plan.places, plan.count, None, self.dtype)

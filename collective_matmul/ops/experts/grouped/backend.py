@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from collective_matmul.dispatch.contract import Backend
 from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.operands.arithmetic import accumulator
-from collective_matmul.operands.grouped import GroupedOperand, as_array
+from collective_matmul.operands.grouped import Conversion, GroupedOperand, as_array
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
 
 
@@ -152,7 +152,8 @@ class GroupedBackend(Backend, Protocol):
         *,
         results: int,
         row_sums: bool = False,
-    ) -> tuple[jax.Array, ...]:
+        conversion: Conversion | None = None,
+    ) -> tuple[Any, ...]:
         """A function of the elements of arrays, computed in at least float32.
 
         Args:
@@ -163,9 +164,12 @@ class GroupedBackend(Backend, Protocol):
           count: int32 scalar: results of later rows may have any value.
           results: number of arrays that `fun` returns.
           row_sums: whether it returns something to sum.
+          conversion: which results become operands of a product, and how. They are rounded to the
+            dtype of the arrays before.
 
         Returns:
-          The results, each [M, N] in the dtype of the arrays; and, with `row_sums`, [M].
+          The results, each [M, N] in the dtype of the arrays, but those that only the `conversion`
+          needs; and, with `row_sums`, [M]; and the operands that the conversion makes.
         """
         del count, results, row_sums
         dtype = arrays[0].dtype
@@ -175,4 +179,7 @@ class GroupedBackend(Backend, Protocol):
             *(value[:, None].astype(wide) for value in row_values),
         )
         narrow = tuple(array.astype(dtype) for array in made)
-        return narrow if summed is None else (*narrow, summed.sum(1))
+        sums = () if summed is None else (summed.sum(1),)
+        if conversion is None:
+            return (*narrow, *sums)
+        return (*conversion.kept(narrow), *sums, *conversion.operands(narrow))

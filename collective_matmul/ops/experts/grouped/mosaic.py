@@ -30,7 +30,7 @@ from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
 )
 from collective_matmul.operands.arithmetic import add
 from collective_matmul.operands.format import PLAIN
-from collective_matmul.operands.grouped import GroupedOperand, as_array
+from collective_matmul.operands.grouped import Conversion, GroupedOperand, as_array
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.measured import nearest
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
@@ -116,8 +116,7 @@ class MosaicGrouped(GroupedBackend):
         if _in_8_bits(request):
             scales = _scales(xs, ws, index, columns)
             options = {"transposed": True, "scales": scales, "dtype": request.dtype}
-            # The bytes of scales, at the ends of rows, become numbers that are not read.
-            xs = [lax.bitcast_convert_type(x.packed, x.dtype) for x in xs]
+            xs = [x.loaded for x in xs]
             ws = [[w.values for w in term] for term in ws]
         tiling, target = self.tiling(request), _target()
         return grouped_matmuls(
@@ -167,9 +166,14 @@ class MosaicGrouped(GroupedBackend):
         *,
         results: int,
         row_sums: bool = False,
-    ) -> tuple[jax.Array, ...]:
+        conversion: Conversion | None = None,
+    ) -> tuple[Any, ...]:
         """By a kernel for Triton, of the rows that are used; see `GroupedBackend`."""
-        options = {"results": results, "row_sums": row_sums}
+        options: dict[str, Any] = {
+            "results": results,
+            "row_sums": row_sums,
+            "conversion": conversion,
+        }
         if not _has_triton(arrays[0].size):
             return super().map_rows(fun, arrays, row_values, count, **options)
         return map_rows(fun, arrays, row_values, count, **options)

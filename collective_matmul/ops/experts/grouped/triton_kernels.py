@@ -23,7 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from collective_matmul._compat import varying_axes
+from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
+from collective_matmul.operands.grouped import Conversion
 from collective_matmul.ops.experts.grouped.tiles import starts_of, tiles_of
 
 
@@ -293,9 +295,13 @@ def map_rows(
     *,
     results: int,
     row_sums: bool = False,
+    conversion: Conversion | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """A function of the elements of arrays, of their first rows only.
+
+    Operands in a format are made in the same kernel, if the format can and the GPU has 8 bits: a
+    program then has whole rows. Else they are made of its results.
 
     Args:
       fun: ``fun(*arrays, *row_values)`` of blocks in float32, [rows, columns] and [rows, 1],
@@ -305,18 +311,28 @@ def map_rows(
       count: int32 scalar, the number of rows that are computed. Others are not written.
       results: number of blocks that `fun` returns.
       row_sums: whether it returns something to sum.
+      conversion: which results become operands of a product, and how.
       interpret: whether to interpret the kernel, on any device.
 
     Returns:
-      The results, each [M, N] in the dtype of the arrays; and, with `row_sums`, float32 [M].
+      The results, each [M, N] in the dtype of the arrays, but those that only the `conversion`
+      needs; and, with `row_sums`, float32 [M]; and the operands that the conversion makes.
     """
-    rows, columns = arrays[0].shape
+    (rows, columns), dtype = arrays[0].shape, arrays[0].dtype
+    array = jax.ShapeDtypeStruct((rows, columns), dtype)
+    operands = None if conversion is None else _local_rows(conversion, [array] * conversion.count)
+    if conversion is not None and (operands is None or not (interpret or _is_hopper())):
+        options: dict[str, Any] = {"results": results, "row_sums": row_sums}
+        made = map_rows(fun, arrays, row_values, count, interpret=interpret, **options)
+        kept = conversion.kept(made[:results])
+        return (*kept, *made[results:], *conversion.operands(made[:results]))
+    kept = [array] * results if conversion is None else conversion.kept([array] * results)
+    sums = [jax.ShapeDtypeStruct((rows,), jnp.float32)] * row_sums
+    shapes, structure = jax.tree.flatten((kept, sums, operands))
     inputs = [count.reshape(1), *arrays, *row_values]
-    manual = _manual_axes(inputs)
-    shapes = [jax.ShapeDtypeStruct((rows, columns), arrays[0].dtype, **manual)] * results
-    if row_sums:
-        shapes.append(jax.ShapeDtypeStruct((rows,), jnp.float32, **manual))
-    row_block, column_block = 4, min(1024, pl.next_power_of_2(columns))
+    widest = pl.next_power_of_2(columns)
+    column_block = widest if operands else min(1024, widest)
+    row_block = max(1, 4096 // column_block) if operands else 4
 
     def body(count_ref: Any, *refs: Any) -> None:
         start, total = pl.program_id(0) * row_block, count_ref[0]
@@ -324,30 +340,72 @@ def map_rows(
         @pl.when(start < total)
         def _() -> None:
             place = start + jnp.arange(row_block, dtype=jnp.int32)
-            values = [
-                _load(ref.at[place], place < total)
-                for ref in refs[len(arrays) :][: len(row_values)]
-            ]
+            is_used = place < total
+            values = [_load(ref.at[place], is_used) for ref in refs[len(arrays) : len(inputs) - 1]]
+            kept_refs, sum_refs, operand_refs = jax.tree.unflatten(
+                structure, refs[len(inputs) - 1 :]
+            )
             sums = jnp.zeros((row_block,), jnp.float32)
             for first in range(0, columns, column_block):
                 ns = first + jnp.arange(column_block, dtype=jnp.int32)
-                mask = (place < total)[:, None] & (ns < columns)[None, :]
+                mask = is_used[:, None] & (ns < columns)[None, :]
                 at = (place[:, None], ns[None, :])
                 blocks = [
                     _load(ref.at[at], mask).astype(jnp.float32) for ref in refs[: len(arrays)]
                 ]
                 made, summed = fun(*blocks, *(value[:, None] for value in values))
-                for ref, block in zip(refs[len(inputs) - 1 :], made, strict=not row_sums):
-                    plgpu.store(ref.at[at], block.astype(ref.dtype), mask=mask)
+                made = [block.astype(dtype) for block in made]
+                written = made if conversion is None else conversion.kept(made)
+                for ref, block in zip(kept_refs, written, strict=True):
+                    plgpu.store(ref.at[at], block, mask=mask)
                 if row_sums:
                     assert summed is not None
                     sums += jnp.where(mask, summed, 0.0).sum(1)
-            if row_sums:
-                plgpu.store(refs[-1].at[place], sums, mask=place < total)
+                if conversion is not None:
+                    numbers = [_convertible(block, mask) for block in made[: conversion.count]]
+                    local = _local_rows(conversion, numbers)
+                    pairs = zip(jax.tree.leaves(operand_refs), jax.tree.leaves(local), strict=True)
+                    for ref, block in pairs:
+                        _store_rows(ref, block, place, is_used)
+            for ref in sum_refs:
+                plgpu.store(ref.at[place], sums, mask=is_used)
 
-    blocks = Blocks(warps=4, stages=2)
+    warps = max(8, column_block // 1024) if operands else 4
+    manual = _manual_axes(inputs)
+    typed = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype, **manual) for s in shapes)
     programs = math.ceil(rows / row_block)
-    return tuple(_call(body, tuple(shapes), programs, blocks, "map_rows", interpret)(*inputs))
+    written = _call(body, typed, programs, Blocks(warps=warps, stages=2), "map_rows", interpret)
+    kept, sums, operands = jax.tree.unflatten(structure, written(*inputs))
+    return (*kept, *sums, *(operands or ()))
+
+
+def _local_rows(conversion: Conversion, arrays: Sequence[Any]) -> Any:
+    """Operands as `Format.local_rows` makes them of arrays, or of their shapes; None if not."""
+
+    def made(*arrays: jax.Array) -> Any:
+        return conversion.format.local_rows(arrays, of_gradient=conversion.of_gradient)
+
+    return made(*arrays) if isinstance(arrays[0], jax.Array) else jax.eval_shape(made, *arrays)
+
+
+def _is_hopper() -> bool:
+    return device.target() is not None
+
+
+def _convertible(block: jax.Array, mask: jax.Array) -> jax.Array:
+    """Numbers of a block in float32, 0 outside of it; NaN for what is not finite.
+
+    Triton would round infinity to the largest number of 8 bits.
+    """
+    wide = jnp.where(mask, block.astype(jnp.float32), 0.0)
+    return jnp.where(jnp.abs(wide) < jnp.inf, wide, jnp.nan)
+
+
+def _store_rows(ref: Any, block: jax.Array, place: jax.Array, is_used: jax.Array) -> None:
+    """Stores rows of a block that may have more columns than the array."""
+    ns = jnp.arange(block.shape[1], dtype=jnp.int32)
+    mask = is_used[:, None] & (ns < ref.shape[1])[None, :]
+    plgpu.store(ref.at[place[:, None], ns[None, :]], block, mask=mask)
 
 
 def copy_rows(
