@@ -20,6 +20,8 @@ from jax import lax
 
 from collective_matmul.operands.format import PLAIN, Format
 from collective_matmul.operands.multiply import is_array, multiplied
+from collective_matmul.operands.quantized import Quantized
+from collective_matmul.operands.sharded import Sharded, WeightShards
 
 #: An array, or rows or a stack of matrices in a format.
 GroupedOperand = Any
@@ -67,18 +69,38 @@ class Conversion:
 
 
 def matrix_stacks(
-    stored: Format, ws: Sequence[jax.Array], *, transposed: bool = False
+    stored: Format,
+    ws: Sequence[Any],
+    *,
+    transposed: bool = False,
+    shards: WeightShards | None = None,
 ) -> tuple[Any, ...]:
     """Weights [G, K_i, N] in a format, each matrix converted by itself; as `Format.matrices`.
 
     Args:
       stored: the format.
-      ws: arrays, operands of one sum of products.
+      ws: arrays, operands of one sum of products; or `Quantized`, with whole matrices. Of one with
+        a matrix for the forward alone, the transpose is made of the numbers that it stands for.
       transposed: whether the results are [G, N, K_i]. Plain arrays stay as they are.
+      shards: how an axis shards the matrices of arrays, as [K, N]; or None.
     """
     if stored == PLAIN:
         return tuple(ws)
-    return jax.vmap(lambda *each: tuple(stored.matrices(each, transposed=transposed)))(*ws)
+    if isinstance(ws[0], Quantized):
+        made = tuple(w.backward if transposed else w.forward for w in ws)
+        if made[0] is not None:
+            return made
+        ws = [as_array(w.forward, w.forward.product_dtype) for w in ws]
+
+    def matrices(*each: jax.Array) -> tuple[Any, ...]:
+        return tuple(stored.matrices(each, transposed=transposed, sharding=shards))
+
+    return jax.vmap(matrices)(*ws)
+
+
+def gathered_stack(stack: Any, shards: WeightShards) -> Any:
+    """A stack of whole matrices from shards of each, whose values travel."""
+    return jax.vmap(lambda matrix: Sharded(matrix, shards).gathered())(stack)
 
 
 def as_array(operand: GroupedOperand, dtype: Any) -> jax.Array:

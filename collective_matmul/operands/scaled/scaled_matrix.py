@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +37,15 @@ class ScaledMatrix:
     product_dtype: jnp.dtype = field(metadata={"static": True})
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(K, N)."""
-        columns, contracted = self.values.shape[-2:]
-        return contracted, columns
+    def shape(self) -> Any:
+        """(K, N), after the dimensions of a stack of matrices if this is one."""
+        *stack, columns, contracted = self.values.shape
+        return (*stack, contracted, columns)
 
     @property
     def in_blocks(self) -> bool:
         """Whether blocks have the scales, not columns."""
-        return self.scales.ndim == 2
+        return self.scales.ndim == self.values.ndim
 
     def gathered(self, axis_name: str, dimension: int) -> ScaledMatrix:
         """The whole weight [K, N] of a shard along a dimension, which `axis_name` shards."""

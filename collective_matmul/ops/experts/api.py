@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from collective_matmul.dispatch.branches import divergent_axes
 from collective_matmul.operands.arithmetic import accumulator
+from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.varying import pvary_all
 from collective_matmul.ops.experts import checks
 from collective_matmul.ops.experts.backends import BACKENDS
@@ -31,6 +32,7 @@ from collective_matmul.ops.experts.gradients import (
     routed_experts,
 )
 from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
+from collective_matmul.ops.experts.prequantize import checked_weights
 from collective_matmul.ops.experts.work import ExpertWeights
 from collective_matmul.ops.matmul.api import CHECKPOINT_NAME
 from collective_matmul.ops.matmul.checks import RecipeName
@@ -41,9 +43,9 @@ def expert_mlp(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_gate: jax.Array | Quantized,
+    w_up: jax.Array | Quantized,
+    w_down: jax.Array | Quantized,
     axis_name: str | tuple[str, ...],
     *,
     hidden_axis_name: str | None = None,
@@ -74,7 +76,8 @@ def expert_mlp(
       expert_ids: whole numbers [T, k]: each token's experts, from 0 to E - 1. Other numbers stand
         for no expert. An expert that a token has twice counts twice.
       expert_weights: [T, k], computed with in float32, or in float64 for an x of float64.
-      w_gate: [E/D, h, f], of this device's experts, in x's dtype.
+      w_gate: [E/D, h, f], of this device's experts, in x's dtype; or all three weights are results
+        of `prequantize_experts`, with the same `fp8`, `weight_axis_name` and `weight_dimension`.
       w_up: [E/D, h, f].
       w_down: [E/D, f, h].
       axis_name: the mesh axis that experts are divided over, or several in the order in which
@@ -87,8 +90,9 @@ def expert_mlp(
       recompute_hidden: whether the backward pass computes ``x w_gate`` and ``x w_up`` again. Else
         they are kept, with the checkpoint name `HIDDEN_CHECKPOINT_NAME`: 2 D T k f numbers.
       fp8: None, or the recipe by which operands are quantized, or the name of a registered format.
-        Each token and each expert's matrix has scales of its own; x is not float64. Weights are
-        quantized after they are gathered.
+        Each token and each expert's matrix has scales of its own; x is not float64. Arrays of
+        weights are quantized after they are gathered, in each pass; those that were quantized
+        before travel in 8 bits.
       weight_axis_name: a further mesh axis that shards the weights, as in fully sharded data
         parallelism: the op takes shards of any dtype, and gathers them in x's. None: they are
         whole.
@@ -116,14 +120,15 @@ def expert_mlp(
     checks.arrays(x=x, expert_ids=expert_ids, expert_weights=expert_weights)
     checks.routing(x, expert_ids, expert_weights)
     ws, biases = ExpertWeights(w_gate, w_up, w_down), ExpertBiases(b_gate, b_up, b_down)
-    dimension = checks.weight_dimension(weight_dimension)
+    dimension, stored = checks.weight_dimension(weight_dimension), checks.fp8(fp8, x)
+    ws = checked_weights(ws, stored, weight_axis, dimension, x)
     call = ExpertCall(
         axis_names=names,
         all_axes=checks.in_mesh_order(used),
         experts=_local_experts(x, ws, biases, weight_axis, dimension) * devices_of(names),
         activation=checks.activation(activation),
         recompute_hidden=checks.recompute_hidden(recompute_hidden),
-        format=checks.fp8(fp8, x),
+        format=stored,
         weight_axis_name=weight_axis,
         weight_dimension=dimension,
         implementation=BACKENDS.requested(implementation),
@@ -144,7 +149,7 @@ def _local_experts(
     x: jax.Array, ws: ExpertWeights, biases: ExpertBiases, weight_axis: str | None, dimension: int
 ) -> int:
     """The number of this device's experts, whose weights and biases are checked."""
-    checks.arrays(w_gate=ws.gate, w_up=ws.up, w_down=ws.down)
+    checks.arrays(**{f"w_{n}": w for n, w in ws._asdict().items() if not isinstance(w, Quantized)})
     shards = 1 if weight_axis is None else devices_of((weight_axis,))
     checks.weights(x, ws, shards, dimension, sharded=weight_axis is not None)
     experts, _, hidden = (

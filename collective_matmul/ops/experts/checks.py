@@ -177,7 +177,7 @@ def weights(x: jax.Array, ws: ExpertWeights, shards: int, dimension: int, *, sha
     """
     names = ("w_gate", "w_up", "w_down")
     for name, w in zip(names, ws, strict=True):
-        if w.ndim != 3:
+        if len(w.shape) != 3:
             order = (
                 "[experts, hidden, features]" if name == "w_down" else "[experts, features, hidden]"
             )

@@ -25,8 +25,10 @@ from collective_matmul.dispatch.selection import choose
 from collective_matmul.operands.format import PLAIN, Format
 from collective_matmul.operands.grouped import separate_rows
 from collective_matmul.operands.multiply import contracted, multiplied
+from collective_matmul.operands.quantized import Quantized, gradient_of
 from collective_matmul.ops.experts.backend import ExpertBackend
 from collective_matmul.ops.experts.biases import ExpertBiases
+from collective_matmul.ops.experts.prequantize import are_trained, gathered, read_by_pass
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan, Routing, plans_of
 from collective_matmul.ops.experts.work import (
@@ -116,13 +118,23 @@ class ExpertCall:
         rows = max(plan.tokens.size for plan in plans)
         return ExpertWork(request, rows, self.activation, self.grouped_implementation)
 
+    def read(self, ws: ExpertWeights, direction: Direction) -> ExpertWeights:
+        """What a pass reads of the weights."""
+        backward = direction == "backward"
+        return read_by_pass(ws, forward=not backward or self.recompute_hidden, backward=backward)
+
     def whole(self, backend: ExpertBackend, ws: ExpertWeights, dtype: Any) -> ExpertWeights:
-        """The weights, gathered if they are shards."""
-        if self.weight_axis_name is None:
+        """The weights of a pass, gathered if they are shards."""
+        axis = self.weight_axis_name
+        if axis is None:
             return ws
-        shards = [w.astype(dtype) for w in ws]
-        gather = functools.partial(backend.gathered, axis_name=self.weight_axis_name)
-        return ExpertWeights(*(gather(w, dimension=self.weight_dimension) for w in shards))
+
+        def gather(w: Any) -> Any:
+            if isinstance(w, Quantized):
+                return gathered(w)
+            return backend.gathered(w.astype(dtype), axis, self.weight_dimension)
+
+        return ExpertWeights(*map(gather, ws))
 
     def shards(
         self, backend: ExpertBackend, gradients: ExpertWeights, ws: ExpertWeights
@@ -251,7 +263,7 @@ def _forward(
         of_backend,
         visit,
         lambda number, rest, ws, carry: carry,
-        work.weights(call.whole(backend, ws, x.dtype), biases),
+        work.weights(call.whole(backend, call.read(ws, "forward"), x.dtype), biases),
         (),
     )
     return y, (contracted(rows), ws, biases, plans, of_backend, hidden)
@@ -261,8 +273,11 @@ def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
     x, ws, biases, plans, of_backend, hidden = residuals
     dy, ws, biases = _once_differentiable(dy, ws, biases)
     (rows,) = separate_rows(call.format, [dy], of_gradient=True)
+    trains = are_trained(ws)
     # Without the barrier, XLA would keep what the forward gathered.
-    x, sent, stored = lax.optimization_barrier((x, contracted(rows), ws))
+    x = x if trains or call.recompute_hidden else None
+    held = x, contracted(rows), call.read(ws, "backward")
+    x, sent, stored = lax.optimization_barrier(held)
     backend, request = call.choose(dy, plans[0].places.shape[1], ws, "backward")
     work = call.work(request, plans)
 
@@ -286,14 +301,16 @@ def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
         if len(waiting) < _VISITS_AT_ONCE and number + 1 < len(plans):
             return waiting, gradients, of_biases
         of_biases = work.bias_gradients(waiting, biases, of_biases)
-        return [], work.weight_gradients(waiting, gradients), of_biases
+        if trains:
+            gradients = work.weight_gradients(waiting, gradients)
+        return [], gradients, of_biases
 
     operands = work.weights(call.whole(backend, stored, dy.dtype), biases), hidden
     (dx, dweights), (_, gradients, of_biases) = backend.round_trip(
         request, (x, sent), of_backend, visit, finish, operands, ([], None, None)
     )
-    gradients = call.shards(backend, gradients, ws)
-    gradients = ExpertWeights(*(g.astype(w.dtype) for g, w in zip(gradients, ws, strict=True)))
+    gradients = call.shards(backend, gradients, ws) if trains else ExpertWeights(None, None, None)
+    gradients = ExpertWeights(*map(gradient_of, ws, gradients))
     of_biases = jax.tree.map(lambda g, b: g.astype(b.dtype), of_biases, biases)
     ids = np.zeros(dweights.shape, jax.dtypes.float0)
     return dx, dweights, gradients, of_biases, ids

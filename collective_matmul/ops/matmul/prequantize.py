@@ -153,7 +153,7 @@ def checked_weights(
                 f"w: {own_dtype} {w.shape}, and its copies are of {copied.product_dtype}"
                 f" {copied.shape}; expected copies of this array; call prequantize for it"
             )
-    return tuple(w if w.array is None else w.with_array(_unread(w.array)) for w in ws)
+    return tuple(w if w.array is None else w.with_array(unread(w.array)) for w in ws)
 
 
 def operands_of(ws: Sequence[Any], fp8: str | None, shards: WeightShards | None) -> tuple[Any, ...]:
@@ -172,7 +172,7 @@ def _operand(w: Any, fp8: str | None, shards: WeightShards | None) -> Any:
 
 
 @jax.custom_vjp
-def _unread(array: jax.Array) -> jax.Array:
+def unread(array: jax.Array) -> jax.Array:
     """An array of the same type that is NaN, with the gradient of the array.
 
     So nothing reads the array of a `Quantized`. What is rematerialized would: a barrier at
@@ -181,7 +181,7 @@ def _unread(array: jax.Array) -> jax.Array:
     return nan_like(array)
 
 
-_unread.defvjp(lambda array: (nan_like(array), None), lambda _, gradient: (gradient,))
+unread.defvjp(lambda array: (nan_like(array), None), lambda _, gradient: (gradient,))
 
 
 def _described(shards: WeightShards | None) -> str:

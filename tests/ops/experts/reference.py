@@ -6,7 +6,7 @@ All sizes are global. Tokens are sharded over all axes of the mesh, and experts 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -130,6 +130,10 @@ class Case:
             **self.options,
         }
 
+    def weights(self, *ws: jax.Array) -> Sequence[Any]:
+        """The weights as the op takes them, on one device."""
+        return ws
+
     def sharded(self, mesh: Mesh) -> Callable[..., jax.Array]:
         """The op on global arrays x, ids, weights and matrices."""
         experts = self.expert_axes
@@ -148,7 +152,8 @@ class Case:
         name = experts[0] if len(experts) == 1 else experts
 
         def local(x, ids, weights, w_gate, w_up, w_down):
-            return expert_mlp(x, ids, weights, w_gate, w_up, w_down, name, **self.keywords)
+            ws = self.weights(w_gate, w_up, w_down)
+            return expert_mlp(x, ids, weights, *ws, name, **self.keywords)
 
         return jax.shard_map(
             local,

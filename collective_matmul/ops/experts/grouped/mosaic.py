@@ -293,7 +293,7 @@ def _scales(
     columns: tuple[int, int] | None,
 ) -> GroupScales:
     """The scales of packed rows and of stacks of matrices, those of some columns."""
-    in_blocks = ws[0][0].scales.ndim == 3
+    in_blocks = ws[0][0].in_blocks
     rows = [taken_rows(x.scales, index) for x in xs]
 
     def of_result(*terms: Any) -> jax.Array:
