@@ -11,7 +11,7 @@ experts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.comparison.communication import AXIS
-from collective_matmul import expert_mlp
+from collective_matmul import expert_mlp, prequantize_experts
 
 #: ``product(x [M, K], w [G, K, N], sizes [G])``, differentiable.
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -67,9 +67,7 @@ class ExpertLayer:
             "x": normal(tokens, h, scale=1.0),
             "ids": ids,
             "weights": weights / weights.sum(1, keepdims=True),
-            "gate": normal(e, h, f, scale=h**-0.5),
-            "up": normal(e, h, f, scale=h**-0.5),
-            "down": normal(e, f, h, scale=f**-0.5),
+            "ws": [normal(e, *s, scale=s[0] ** -0.5) for s in ((h, f), (h, f), (f, h))],
             "dy": normal(tokens, h, scale=1.0),
         }
 
@@ -77,15 +75,23 @@ class ExpertLayer:
 Layer = Callable[..., jax.Array]
 
 
-def ours(implementation: str | None, **options: Any) -> Layer:
-    """The library's op with a backend."""
+def ours(implementation: str | None, *, before: bool = False, **options: Any) -> Layer:
+    """The library's op with a backend; `before` takes weights that were quantized before."""
 
-    def layer(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
-        return expert_mlp(
-            x, ids, weights, gate, up, down, AXIS, implementation=implementation, **options
-        )
+    def layer(x: Any, ids: Any, weights: Any, *ws: Any) -> jax.Array:
+        *ws, quantized = ws
+        if before:
+            ws = [q.with_array(w) for q, w in zip(quantized[options["fp8"]], ws, strict=True)]
+        return expert_mlp(x, ids, weights, *ws, AXIS, implementation=implementation, **options)
 
     return layer
+
+
+def quantized_before(mesh: Mesh, fp8: str, ws: Sequence[jax.Array]) -> Any:
+    """The weights gate, up and down as a step with several microbatches has them."""
+    local = lambda *ws: [w.frozen for w in prequantize_experts(ws, fp8)]  # noqa: E731
+    specs = {"in_specs": P(AXIS), "out_specs": P(AXIS)}
+    return jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))(*ws)
 
 
 def plain(product: Callable[[str], GroupedMatmul], *, recompute: bool = False) -> Layer:
@@ -110,7 +116,7 @@ def plain(product: Callable[[str], GroupedMatmul], *, recompute: bool = False) -
     if recompute:
         experts = jax.checkpoint(experts)
 
-    def layer(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+    def layer(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any, _: Any) -> Any:
         gather = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
         local = gather(ids).reshape(-1) - lax.axis_index(AXIS) * gate.shape[0]
         here = jnp.where((local >= 0) & (local < gate.shape[0]), local, gate.shape[0])
@@ -173,18 +179,17 @@ _permuted.defvjp(
 
 
 def program(layer: Layer, mesh: Mesh, *, differentiated: bool) -> Callable[..., Any]:
-    """A function of `ExpertLayer.arguments`: the result, or it and all gradients."""
-    sharded = jax.shard_map(
-        layer, mesh=mesh, in_specs=(P(AXIS),) * 6, out_specs=P(AXIS), check_vma=False
-    )
+    """A function of `ExpertLayer.arguments`, with what `quantized_before` returns by recipe before
+    dy: the result, or it and all gradients."""
+    sharded = jax.shard_map(layer, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
 
-    def forward(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any, dy: Any) -> Any:
+    def forward(x: Any, ids: Any, weights: Any, ws: Any, quantized: Any, dy: Any) -> Any:
         del dy
-        return sharded(x, ids, weights, gate, up, down)
+        return sharded(x, ids, weights, *ws, quantized)
 
-    def both(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any, dy: Any) -> Any:
-        fun = lambda x, weights, *ws: sharded(x, ids, weights, *ws)  # noqa: E731
-        y, pullback = jax.vjp(fun, x, weights, gate, up, down)
+    def both(x: Any, ids: Any, weights: Any, ws: Any, quantized: Any, dy: Any) -> Any:
+        fun = lambda x, weights, *ws: sharded(x, ids, weights, *ws, quantized)  # noqa: E731
+        y, pullback = jax.vjp(fun, x, weights, *ws)
         # In a model, the gradient of the result depends on the result.
         y, dy = lax.optimization_barrier((y, dy))
         return y, pullback(dy)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.comparison.communication import AXIS
-from benchmarks.layers.expert_programs import ExpertLayer, ours, plain, program
+from benchmarks.layers.expert_programs import ExpertLayer, ours, plain, program, quantized_before
 from benchmarks.layers.public_grouped_matmuls import fastest
 from benchmarks.measuring.report import Report
 from benchmarks.measuring.settings import Settings, check, check_names, make_mesh
@@ -33,7 +33,7 @@ MODELS = {
     "tiny": (64, 32, 8, 2),
 }
 
-_PLAIN = "plain JAX"
+_PLAIN, _BEFORE = "plain JAX", ", weights quantized before"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,7 @@ def candidates(
         "auto": ours(None),
         _PLAIN: plain(products),
         **{f"auto, {fp8}": ours(None, fp8=fp8) for fp8 in settings.fp8},
+        **{f"auto, {fp8}{_BEFORE}": ours(None, before=True, fp8=fp8) for fp8 in settings.fp8},
     }
     if case.differentiated and settings.recompute:
         found["ring_direct, recomputed"] = ours("ring_direct", recompute_hidden=True)
@@ -115,7 +116,9 @@ def run(settings: Experts) -> Report:
 def _measured(settings: Experts, mesh: Mesh, case: ExpertCase) -> dict[str, Any]:
     layer, placed = case.layer, NamedSharding(mesh, P(AXIS))
     programs, kernels = candidates(case, mesh, settings)
-    arguments = [jax.device_put(each, placed) for each in layer.arguments(mesh.size).values()]
+    *arguments, ws, dy = jax.device_put(list(layer.arguments(mesh.size).values()), placed)
+    quantized = {fp8: quantized_before(mesh, fp8, ws) for fp8 in settings.fp8}
+    arguments += [ws, quantized, dy]
     names = ("tokens", "width", "hidden", "experts", "choices")
     return {
         "name": case.name,
