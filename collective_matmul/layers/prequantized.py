@@ -9,12 +9,15 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.layers.experts.experts import ExpertMLP
 from collective_matmul.layers.linear.blocks import AttentionProjection, GatedFeedForward
 from collective_matmul.layers.linear.functions import own_columns
 from collective_matmul.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from collective_matmul.layers.parallelize.nnx_adapters import base_of
 from collective_matmul.layers.parallelize.nnx_shared import shared_layers
 from collective_matmul.layers.sharding_context import LocalShards
+from collective_matmul.operands.format import FORMATS
+from collective_matmul.ops.experts.prequantize import quantized_stacks, shards_of_matrices
 from collective_matmul.ops.matmul.prequantize import prequantize
 
 Linear = ColumnParallelLinear | RowParallelLinear
@@ -22,6 +25,8 @@ Linear = ColumnParallelLinear | RowParallelLinear
 
 def prequantize_kernels(model: nnx.Module, *, weight_axis_name: str | None = None) -> nnx.State:
     """The state of a model, with kernels that layers multiply in 8 bits as `Quantized`.
+
+    So do the weights of an `ExpertMLP`'s experts, which `prequantize_experts` describes.
 
     For use inside `jax.shard_map` over the axis of the layers, where parameters are local shards.
     ``nnx.merge(nnx.graphdef(model), state)`` computes what the model does and quantizes no kernel.
@@ -64,7 +69,41 @@ def prequantize_kernels(model: nnx.Module, *, weight_axis_name: str | None = Non
         )
         for parameter, each in zip(parameters, quantized, strict=True):
             parameter.set_value(each.with_array(parameter.get_value()))
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, ExpertMLP) and module.options.fp8 is not None:
+            _quantize_experts(module, module.options.fp8, weight_axis_name)
     return nnx.state(model)
+
+
+def _quantize_experts(layer: ExpertMLP, fp8: str, weight_axis_name: str | None) -> None:
+    """Quantizes the weights of experts, unless their number is sharded further."""
+    parameters = layer.w_gate, layer.w_up, layer.w_down
+    own = layer.axes.local_weight_axis
+    if own is not None:
+        sharding: list[Any] = [(own, 1)] * 3
+    else:
+        sharding = [_stack_sharding(layer, w, weight_axis_name) for w in parameters]
+    if None in sharding or sharding[0] != sharding[1]:
+        return
+    values = [w.get_value() for w in parameters]
+    cast = [w if layer.dtype is None else w.astype(layer.dtype) for w in values]
+    of_up, of_down = (shards_of_matrices(*each) for each in sharding[1:])
+    quantized = quantized_stacks(cast, FORMATS[fp8], of_up, of_down)
+    for parameter, each, value in zip(parameters, quantized, values, strict=True):
+        parameter.set_value(each.with_array(value))
+
+
+def _stack_sharding(
+    layer: ExpertMLP, parameter: Any, weight_axis_name: str | None
+) -> tuple[str | None, int] | None:
+    """The axis that shards a stack [E, K, N] of matrices by its metadata, and the dimension.
+
+    The axis is None if matrices are whole. The result is None if it shards their number further.
+    """
+    sharded = _sharded_dimensions(parameter, weight_axis_name)
+    if not sharded or weight_axis_name in layer.axes.all_axes:
+        return None, 0
+    return None if sharded[0] == -3 else (weight_axis_name, 3 + sharded[0])
 
 
 def _gathers(model: nnx.Module) -> Iterator[list[Linear]]:
@@ -95,23 +134,30 @@ def _sharding(layer: Linear, weight_axis_name: str | None) -> tuple[str | None, 
     if layer.weight_axis_name is not None:
         own = LocalShards(layer.axis_name).weight_shards(layer.weight_sharding)
         return (None, 0) if own is None else (own.axis_name, own.dimension)
-    (spec,) = jax.tree.leaves(
-        nnx.get_partition_spec(nnx.State({"kernel": layer.kernel})),
-        is_leaf=lambda leaf: isinstance(leaf, P),
-    )
-    # Counted from the end, as a kernel of stacked layers has a dimension more in front.
-    sharded = [
-        place - len(spec)
-        for place, names in enumerate(spec)
-        if weight_axis_name in (names if isinstance(names, tuple) else (names,))
-    ]
-    if weight_axis_name is None or not sharded:
+    sharded = _sharded_dimensions(layer.kernel, weight_axis_name)
+    if not sharded:
         return None, 0
     inputs, outputs = map(len, layer.kernel_shape)
     computes_all = not isinstance(layer, ColumnParallelLinear) or layer.copies == 1
     if sharded[0] == -outputs and computes_all:
         return weight_axis_name, 1
     return (weight_axis_name, 0) if sharded[0] == -inputs - outputs else None
+
+
+def _sharded_dimensions(parameter: Any, axis_name: str | None) -> list[int]:
+    """The dimensions that an axis shards by the metadata of a parameter, none for no axis.
+
+    Counted from the end, as a parameter of stacked layers has a dimension more in front.
+    """
+    (spec,) = jax.tree.leaves(
+        nnx.get_partition_spec(nnx.State({"parameter": parameter})),
+        is_leaf=lambda leaf: isinstance(leaf, P),
+    )
+    return [
+        place - len(spec)
+        for place, names in enumerate(spec)
+        if axis_name is not None and axis_name in (names if isinstance(names, tuple) else (names,))
+    ]
 
 
 def _matrix(layer: Linear) -> Any:

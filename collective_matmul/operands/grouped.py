@@ -21,7 +21,7 @@ from jax import lax
 from collective_matmul.operands.format import PLAIN, Format
 from collective_matmul.operands.multiply import is_array, multiplied
 from collective_matmul.operands.quantized import Quantized
-from collective_matmul.operands.sharded import Sharded, WeightShards
+from collective_matmul.operands.sharded import WeightShards
 
 #: An array, or rows or a stack of matrices in a format.
 GroupedOperand = Any
@@ -96,11 +96,6 @@ def matrix_stacks(
         return tuple(stored.matrices(each, transposed=transposed, sharding=shards))
 
     return jax.vmap(matrices)(*ws)
-
-
-def gathered_stack(stack: Any, shards: WeightShards) -> Any:
-    """A stack of whole matrices from shards of each, whose values travel."""
-    return jax.vmap(lambda matrix: Sharded(matrix, shards).gathered())(stack)
 
 
 def as_array(operand: GroupedOperand, dtype: Any) -> jax.Array:

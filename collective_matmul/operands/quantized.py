@@ -38,6 +38,8 @@ class Quantized:
       count: number of weights in that group.
       shards: how a second mesh axis shards the weight, of which array and matrices are this
         device's shard, or None. What the matrices have in common is that of the whole.
+      stacked: whether the weight is a stack [G, K, N] of matrices, each converted by itself; then
+        forward and backward are stacks, and `shards` says how each matrix is sharded.
     """
 
     array: Any
@@ -47,6 +49,7 @@ class Quantized:
     number: int = field(default=0, metadata={"static": True})
     count: int = field(default=1, metadata={"static": True})
     shards: WeightShards | None = field(default=None, metadata={"static": True})
+    stacked: bool = field(default=False, metadata={"static": True})
 
     @property
     def fp8(self) -> str:
@@ -55,8 +58,12 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[K, *N]; of a frozen weight, that of its matrix."""
-        return self.forward.shape if self.array is None else self.array.shape
+        """[K, *N] or [G, K, N]; of a frozen weight, that of its matrix or matrices."""
+        if self.array is not None:
+            return self.array.shape
+        if not self.stacked:
+            return self.forward.shape
+        return jax.eval_shape(jax.vmap(lambda matrix: matrix.dequantized()), self.forward).shape
 
     @property
     def dtype(self) -> Any:
@@ -91,8 +98,11 @@ class Quantized:
         """The transpose of a matrix, whose forward is the backward of this.
 
         Raises:
-          ValueError: if it was quantized together with others, which have no transpose in common.
+          ValueError: if it is a stack of matrices, or was quantized together with others, which
+            have no transpose in common.
         """
+        if self.stacked:
+            raise ValueError("w: a stack of matrices; expected one matrix to transpose")
         if self.count > 1:
             raise ValueError(
                 f"w: quantized together with {self.count - 1} others; expected one alone to"
@@ -129,13 +139,22 @@ class Quantized:
             shape[dimension] *= self.shards.axis_size
             array = jnp.full(shape, jnp.nan, self.forward.product_dtype)
             array = vary_over(array, varying_axes(self.array))
-        return dataclasses.replace(
-            self,
-            array=array,
-            forward=Sharded(self.forward, self.shards).gathered(),
-            backward=Sharded(self.backward, self.shards.transposed).gathered(),
-            shards=None,
-        )
+        return dataclasses.replace(self.with_whole_matrices, array=array)
+
+    @property
+    def with_whole_matrices(self) -> Quantized:
+        """The weight of a shard whose matrices are gathered, those that it has; and its array."""
+        shards = self.shards
+        assert shards is not None
+
+        def whole(matrix: Any, shards: WeightShards) -> Any:
+            gather = lambda matrix: Sharded(matrix, shards).gathered()  # noqa: E731
+            if matrix is None:
+                return None
+            return jax.vmap(gather)(matrix) if self.stacked else gather(matrix)
+
+        forward, backward = whole(self.forward, shards), whole(self.backward, shards.transposed)
+        return dataclasses.replace(self, forward=forward, backward=backward, shards=None)
 
 
 def typed(w: Any) -> jax.Array:

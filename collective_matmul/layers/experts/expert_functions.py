@@ -34,6 +34,7 @@ from collective_matmul.layers.sharding_context import (
     current_context,
     partition_spec,
 )
+from collective_matmul.operands.quantized import Quantized
 from collective_matmul.ops.experts import checks
 from collective_matmul.ops.experts.api import expert_mlp
 from collective_matmul.ops.experts.backends import BACKENDS
@@ -149,6 +150,11 @@ def routed_experts(
         )
     leading = axes.leading(context, x)
     is_global = isinstance(context, GlobalArrays)
+    if is_global and isinstance(experts[0].gate, Quantized):
+        raise ValueError(
+            "w_gate: quantized, and arrays are global; expected local shards; call the layer inside"
+            " jax.shard_map, or give it arrays"
+        )
     weight_axis = axes.local_weight_axis  # Global weights are whole on shards.
 
     def on_shards(

@@ -28,6 +28,7 @@ from collective_matmul.layers.experts.router import Router, RouterOptions
 from collective_matmul.layers.experts.router_statistics import RouterStatistics
 from collective_matmul.layers.linear.blocks import GatedFeedForward
 from collective_matmul.layers.sharding_context import known_axis_size
+from collective_matmul.operands.quantized import typed
 from collective_matmul.ops.experts.activations import ACTIVATIONS
 from collective_matmul.ops.experts.biases import ExpertBiases
 from collective_matmul.ops.experts.work import ExpertWeights
@@ -240,8 +241,8 @@ class ExpertMLP(nnx.Module):
           mask: 0 or False for tokens that the statistics leave out, such as padding; or None. The
             experts compute these tokens too.
         """
-        ws = ExpertWeights(self.w_gate[...], self.w_up[...], self.w_down[...])
-        dtype = canonicalize_dtype(x, *ws, dtype=self.dtype)
+        ws = ExpertWeights(*(w.get_value() for w in (self.w_gate, self.w_up, self.w_down)))
+        dtype = canonicalize_dtype(x, *map(typed, ws), dtype=self.dtype)
         biases = ExpertBiases(
             *(None if b is None else b[...] for b in (self.b_gate, self.b_up, self.b_down))
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +36,10 @@ class ScaledMatrix:
     product_dtype: jnp.dtype = field(metadata={"static": True})
 
     @property
-    def shape(self) -> Any:
-        """(K, N), after the dimensions of a stack of matrices if this is one."""
-        *stack, columns, contracted = self.values.shape
-        return (*stack, contracted, columns)
+    def shape(self) -> tuple[int, int]:
+        """(K, N)."""
+        columns, contracted = self.values.shape[-2:]
+        return contracted, columns
 
     @property
     def in_blocks(self) -> bool:

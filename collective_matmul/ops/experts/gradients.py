@@ -28,7 +28,7 @@ from collective_matmul.operands.multiply import contracted, multiplied
 from collective_matmul.operands.quantized import Quantized, gradient_of
 from collective_matmul.ops.experts.backend import ExpertBackend
 from collective_matmul.ops.experts.biases import ExpertBiases
-from collective_matmul.ops.experts.prequantize import are_trained, gathered, read_by_pass
+from collective_matmul.ops.experts.prequantize import are_trained, read_by_pass
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan, Routing, plans_of
 from collective_matmul.ops.experts.work import (
@@ -131,7 +131,7 @@ class ExpertCall:
 
         def gather(w: Any) -> Any:
             if isinstance(w, Quantized):
-                return gathered(w)
+                return w.with_whole_matrices
             return backend.gathered(w.astype(dtype), axis, self.weight_dimension)
 
         return ExpertWeights(*map(gather, ws))

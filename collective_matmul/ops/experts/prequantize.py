@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from collective_matmul.operands.format import FORMATS, PLAIN, Format
-from collective_matmul.operands.grouped import gathered_stack, matrix_stacks
+from collective_matmul.operands.grouped import matrix_stacks
 from collective_matmul.operands.quantized import Quantized, is_trained
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.experts import checks
@@ -69,17 +69,49 @@ def prequantize_experts(
     matmul_checks.quantizable("w_gate", ws[0], fp8)
     axis = checks.other_axis(weight_axis_name, "weight_axis_name", ())
     shards = shards_of_matrices(axis, checks.weight_dimension(weight_dimension))
-    stored, arrays = FORMATS[fp8], [lax.stop_gradient(w) for w in ws]
-    options: dict[str, Any] = {"shards": shards}
-    forward = [matrix_stacks(stored, [w], **options)[0] for w in arrays]
-    together = matrix_stacks(stored, arrays[:2], transposed=True, **options)
-    backward = *together, *matrix_stacks(stored, arrays[2:], transposed=True, **options)
-    places = (0, 2), (1, 2), (0, 1)
-    gate, up, down = (
-        Quantized(w, *both, format=stored, number=number, count=count, shards=shards)
-        for w, *both, (number, count) in zip(ws, forward, backward, places, strict=True)
+    return quantized_stacks(ws, FORMATS[fp8], shards, shards)
+
+
+def quantized_stacks(
+    ws: Sequence[jax.Array],
+    stored: Format,
+    shards: WeightShards | None,
+    shards_of_down: WeightShards | None,
+) -> tuple[Quantized, Quantized, Quantized]:
+    """The weights of experts in a format.
+
+    Args:
+      ws: w_gate, w_up and w_down, as `prequantize_experts` takes them.
+      stored: the format.
+      shards: how an axis shards each matrix of w_gate and of w_up, or None.
+      shards_of_down: how one shards those of w_down.
+    """
+    gate, up, down = (lax.stop_gradient(w) for w in ws)
+
+    def stacks(shards: WeightShards | None, *ws: jax.Array, transposed: bool = False) -> Any:
+        return matrix_stacks(stored, ws, transposed=transposed, shards=shards)
+
+    forward = *stacks(shards, gate), *stacks(shards, up), *stacks(shards_of_down, down)
+    together = stacks(shards, gate, up, transposed=True)
+    backward = *together, *stacks(shards_of_down, down, transposed=True)
+
+    def quantized(i: int, number: int, count: int, shards: WeightShards | None) -> Quantized:
+        return Quantized(
+            ws[i],
+            forward[i],
+            backward[i],
+            format=stored,
+            number=number,
+            count=count,
+            shards=shards,
+            stacked=True,
+        )
+
+    return (
+        quantized(0, 0, 2, shards),
+        quantized(1, 1, 2, shards),
+        quantized(2, 0, 1, shards_of_down),
     )
-    return gate, up, down
 
 
 def _check_arrays(ws: Sequence[Any]) -> None:
@@ -197,15 +229,3 @@ def read_by_pass(ws: ExpertWeights, *, forward: bool, backward: bool) -> ExpertW
 
     of_down = forward and not backward
     return ExpertWeights(read(ws.gate, forward), read(ws.up, forward), read(ws.down, of_down))
-
-
-def gathered(w: Quantized) -> Quantized:
-    """The weight of shards, with those matrices whole that it has."""
-    shards = w.shards
-    assert shards is not None
-    return dataclasses.replace(
-        w,
-        forward=None if w.forward is None else gathered_stack(w.forward, shards),
-        backward=None if w.backward is None else gathered_stack(w.backward, shards.transposed),
-        shards=None,
-    )
