@@ -8,7 +8,9 @@ import io
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -18,6 +20,7 @@ from rich.console import Console
 from collective_matmul import record_decisions
 from models import families
 from tests.covering import covering
+from tests.train.parallel.test_fp8 import step_of
 from tests.train.reports import RECORD
 from tests.train.test_step import SHORT, Trainer
 from train.checkpoint.checkpoint import Checkpoints
@@ -29,7 +32,7 @@ from train.log.metrics import model_flops_per_token
 from train.log.reporter import Reporter
 from train.memory.step_memory import memory_of
 from train.optimizer.optimizer import make_optimizer
-from train.optimizer.state import state_on_mesh
+from train.optimizer.state import state_on_mesh, trained_part
 from train.parallel.mesh import make_abstract_mesh, make_mesh, mesh_sizes
 from train.parallel.model import ModelFunctions, is_vector
 from train.parallel.parameter_shards import replica_axes
@@ -182,6 +185,49 @@ def test_the_loss_in_8_bits_falls_as_in_float32(changes: dict[str, Any]) -> None
     assert not np.array_equal(curve, expected)
     # Operands are off by up to 6 %, and so are gradients: most signs of Adam's steps are right.
     np.testing.assert_allclose(curve, expected, rtol=0.01)
+
+
+ZERO_3 = {"fp8": "rowwise", "zero": 3}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "gathered"),
+    [
+        ((1, 2, 2), ZERO_3 | {"weight_gather": "blocks"}, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ((1, 2, 2), ZERO_3 | {"weight_gather": "matmuls", "scan_layers": 1}, True),
+                ((1, 2, 2), ZERO_3 | {"fp8": "blockwise", "expert_axes": "none"}, True),
+                ((1, 2, 2), ZERO_3 | {"fp8": "tensorwise", "expert_axes": "fsdp"}, False),
+                ((1, 1, 2), {"fp8": "rowwise", "gradient_accumulation_steps": 2}, False),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_steps_with_experts_that_were_quantized_before(
+    sizes: tuple[int, int, int], changes: dict[str, Any], gathered: bool
+) -> None:
+    """Bit for bit those that quantize in each pass. With ZeRO 3, shards are gathered in 8 bits."""
+    changes = {"overlap": "ring_direct", "fp8_layers": "experts", "model": ONE_LAYER, **changes}
+    config = dataclasses.replace(RUN, **changes)
+
+    def trained() -> Any:
+        trainer = Trainer(config, MeshSizes(*sizes))
+        return trainer.run(3), jax.device_get(trained_part(trainer.state))
+
+    once = trained()
+
+    def unchanged(model: ModelFunctions, weights: Any) -> Any:
+        return None if model.zero == 3 else weights
+
+    with mock.patch.object(ModelFunctions, "prequantize", unchanged):
+        each = trained()
+    jax.tree.map(np.testing.assert_array_equal, once, each)
+    lines = str(step_of(config, MeshSizes(*sizes))).splitlines()
+    in_8_bits = any("= all_gather[" in line and "f8_e4m3fn[" in line for line in lines)
+    assert in_8_bits == gathered
 
 
 @pytest.mark.exhaustive
