@@ -1,15 +1,19 @@
 """Predicted seconds of expert ops.
 
-Grouped matmuls multiply arrays of the program's dtype, also operands in 8 bits. These send fewer
-bytes, and are converted, which costs the same whatever sends them.
+Operands in a format are converted, and their products take as long, compared with those of arrays,
+as the fastest grouped matmul is predicted to. Both cost the same whatever sends the tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
-from collective_matmul.hardware import assumed_rates
+from collective_matmul.hardware import assumed_rates, rates
 from collective_matmul.operands.format import PLAIN
+from collective_matmul.ops.experts.grouped.request import GROUPED_BACKENDS, GroupedRequest
 from collective_matmul.ops.experts.request import ExpertRequest
 
 #: The share of a matmul's rate that grouped matmuls reach.
@@ -27,6 +31,7 @@ def compute_seconds(request: ExpertRequest, visits: int = 1) -> float:
     """Seconds of the products, and of reading all weights in every visit."""
     gpu, itemsize = assumed_rates(), np.dtype(request.dtype).itemsize
     flops = request.flops / (_GROUPED_SHARE * gpu.sustained_flops) * (itemsize / 2)
+    flops *= 1 + _share_in_format(request) * (_relative_seconds(request) - 1)
     matrices = request.products * request.local_experts * request.width * request.hidden * itemsize
     rows = request.products * request.pairs * (request.width + request.hidden) * itemsize
     moved = (visits * matrices + rows) / gpu.operand_bytes
@@ -34,8 +39,42 @@ def compute_seconds(request: ExpertRequest, visits: int = 1) -> float:
     return launches + max(flops, moved) + _conversion_seconds(request)
 
 
+def _share_in_format(request: ExpertRequest) -> float:
+    """The share of a pass's products whose operands are in its format: not weight gradients."""
+    return 1.0 if request.direction == "forward" else 1 - 3 / request.products
+
+
+def _relative_seconds(request: ExpertRequest) -> float:
+    """Predicted seconds of products in the format of a request, relative to those of arrays."""
+    if request.format == PLAIN or rates() is None:
+        return 1.0
+    up = GroupedRequest(
+        op="grouped_matmul",
+        all_rows=request.pairs * request.expert_devices,
+        used_rows=request.pairs,
+        contracted=request.width,
+        columns=request.hidden,
+        groups=request.local_experts,
+        dtype=request.dtype,
+        format=request.format,
+    )
+    down = replace(up, contracted=request.hidden, columns=request.width)
+    products = [up, up, down]
+    arrays = [replace(product, format=PLAIN) for product in products]
+    return _fastest_seconds(products) / _fastest_seconds(arrays)
+
+
+def _fastest_seconds(products: Sequence[GroupedRequest]) -> float:
+    """The sum of the products' seconds, each with the backend that is predicted to be fastest."""
+    predictions = ([b.predict(each) for b in GROUPED_BACKENDS.values()] for each in products)
+    return sum(min(p.seconds for p in found if p is not None) for found in predictions)
+
+
 def _conversion_seconds(request: ExpertRequest) -> float:
-    """Seconds of the passes that convert operands to a format, and back for the products."""
+    """Seconds of the passes that convert operands to a format.
+
+    Hidden features and their gradients are converted where they are computed, and only written.
+    """
     if request.format == PLAIN:
         return 0.0
     forward, gpu = request.direction == "forward", assumed_rates()
@@ -43,9 +82,9 @@ def _conversion_seconds(request: ExpertRequest) -> float:
     matrices = matrix * (3 if forward or request.keeps_hidden else 5)
     tokens = request.axis_size * request.tokens * request.width * (1 if forward else 2)
     rows = request.pairs * request.hidden * (1 if forward else 2)
-    # A number is read in the program's dtype and written in 8 bits, and the other way round.
-    bytes_of_number = 2 * (np.dtype(request.dtype).itemsize + 1)
-    return (matrices + tokens + rows) * bytes_of_number / gpu.pass_bytes
+    # Numbers are read to find scales, read again, and written in 8 bits.
+    bytes_of_number = 2 * np.dtype(request.dtype).itemsize + 1
+    return ((matrices + tokens) * bytes_of_number + rows) / gpu.pass_bytes
 
 
 def ring_seconds(request: ExpertRequest) -> float:

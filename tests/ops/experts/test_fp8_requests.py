@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice
 
 from collective_matmul import explain
 from collective_matmul.dispatch.contract import UnregisteredError
@@ -29,6 +30,7 @@ from tests.dispatch.sites import H200, tracing_for
 from tests.ops.experts.rounded_reference import case_of, recipes
 from tests.ops.experts.test_structure import bytes_of, traced
 
+A100 = AbstractDevice("NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
 SIZES: Any = {"tokens": 6, "width": 7, "hidden": 11, "local_experts": 2, "choices": 2}
 
 
@@ -97,19 +99,30 @@ def test_explain_says_what_travels_and_what_is_multiplied(fp8: str, make_mesh: M
     assert all((f"fp8 {fp8}" in line) == stored.packs_gradients for line in weights)
 
 
+def _ratio(plain: ExpertRequest, fp8: str) -> float:
+    """Predicted seconds of computing in 8 bits, relative to arrays."""
+    in_8_bits = replace(plain, format=FORMATS[fp8])
+    return expert_cost.compute_seconds(in_8_bits) / expert_cost.compute_seconds(plain)
+
+
 @recipes()
-def test_models_promise_no_faster_products(fp8: str) -> None:
-    """Fewer bytes, more passes: as a ring hides what it sends, 8 bits are slower until there are
-    kernels for them."""
+def test_models_predict_products_and_conversions(fp8: str) -> None:
+    """With the kernels of Hopper GPUs, products are faster, and operands are converted. Others
+    multiply arrays, which operands become first."""
     plain = ExpertRequest(16384, 2048, 768, 128, 8, np.dtype(jnp.bfloat16), (), 2, 2)
+    few, many = replace(plain, tokens=2048), replace(plain, tokens=65536)
     for direction in ("forward", "backward"):
         own = replace(plain, direction=direction)
         request = replace(own, format=FORMATS[fp8])
         with tracing_for(H200):
-            assert expert_cost.compute_seconds(request) > expert_cost.compute_seconds(own)
+            assert _ratio(replace(many, direction=direction), fp8) < 0.96
+            # Conversions of weights do not depend on the tokens.
+            assert _ratio(replace(few, direction=direction), fp8) > 1
             assert request.communication_seconds <= own.communication_seconds
             # As for arrays: many tokens travel under the products.
             assert choose(request).name == "ring_direct"
+        with tracing_for(A100):
+            assert _ratio(own, fp8) > 1
     grouped = GroupedRequest("grouped_matmul", 4096, 2048, 64, 64, 4, np.dtype(jnp.bfloat16))
     with tracing_for(H200):
         modelled = [b for b in GROUPED_BACKENDS.values() if b.predict(grouped) is not None]
