@@ -149,6 +149,20 @@ class Format(Protocol):
         """
         ...
 
+    def stacks(
+        self, ws: Sequence[jax.Array], *, transposed: bool = False, sharding: Any = None
+    ) -> tuple[Any, ...]:
+        """Stacks of matrices, of weights [G, K_i, N]: each matrix is converted by itself.
+
+        The arguments are those of `matrices`, and so is what a stack has, with a first dimension
+        more.
+        """
+
+        def converted(*each: jax.Array) -> tuple[Any, ...]:
+            return tuple(self.matrices(each, transposed=transposed, sharding=sharding))
+
+        return jax.vmap(converted)(*ws)
+
     def transposed(self, matrix: Any) -> tuple[Any, jax.Array | None]:
         """The transpose of a matrix, of the same values, and what its rows are multiplied by.
 

@@ -91,11 +91,7 @@ def matrix_stacks(
         if made[0] is not None:
             return made
         ws = [as_array(w.forward, w.forward.product_dtype) for w in ws]
-
-    def matrices(*each: jax.Array) -> tuple[Any, ...]:
-        return tuple(stored.matrices(each, transposed=transposed, sharding=shards))
-
-    return jax.vmap(matrices)(*ws)
+    return stored.stacks(ws, transposed=transposed, sharding=shards)
 
 
 def as_array(operand: GroupedOperand, dtype: Any) -> jax.Array:

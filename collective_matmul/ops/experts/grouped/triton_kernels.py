@@ -26,6 +26,7 @@ from collective_matmul._compat import varying_axes
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.operands.grouped import Conversion
+from collective_matmul.operands.scaled.stack_kernels import or_nan
 from collective_matmul.ops.experts.grouped.tiles import starts_of, tiles_of
 
 
@@ -393,12 +394,8 @@ def _is_hopper() -> bool:
 
 
 def _convertible(block: jax.Array, mask: jax.Array) -> jax.Array:
-    """Numbers of a block in float32, 0 outside of it; NaN for what is not finite.
-
-    Triton would round infinity to the largest number of 8 bits.
-    """
-    wide = jnp.where(mask, block.astype(jnp.float32), 0.0)
-    return jnp.where(jnp.abs(wide) < jnp.inf, wide, jnp.nan)
+    """Numbers of a block in float32, 0 outside of it; NaN for what is not finite."""
+    return or_nan(jnp.where(mask, block.astype(jnp.float32), 0.0))
 
 
 def _store_rows(ref: Any, block: jax.Array, place: jax.Array, is_used: jax.Array) -> None:
