@@ -31,17 +31,13 @@ def compute_seconds(request: ExpertRequest, visits: int = 1) -> float:
     """Seconds of the products, and of reading all weights in every visit."""
     gpu, itemsize = assumed_rates(), np.dtype(request.dtype).itemsize
     flops = request.flops / (_GROUPED_SHARE * gpu.sustained_flops) * (itemsize / 2)
-    flops *= 1 + _share_in_format(request) * (_relative_seconds(request) - 1)
+    in_format = 1 - request.weight_gradients / request.products
+    flops *= 1 + in_format * (_relative_seconds(request) - 1)
     matrices = request.products * request.local_experts * request.width * request.hidden * itemsize
     rows = request.products * request.pairs * (request.width + request.hidden) * itemsize
     moved = (visits * matrices + rows) / gpu.operand_bytes
     launches = visits * request.products * gpu.kernel_seconds
     return launches + max(flops, moved) + _conversion_seconds(request)
-
-
-def _share_in_format(request: ExpertRequest) -> float:
-    """The share of a pass's products whose operands are in its format: not weight gradients."""
-    return 1.0 if request.direction == "forward" else 1 - 3 / request.products
 
 
 def _relative_seconds(request: ExpertRequest) -> float:

@@ -105,6 +105,7 @@ class ExpertCall:
             expert_axes=self.axis_names,
             keeps_hidden=not self.recompute_hidden,
             format=self.format,
+            trained=are_trained(ws),
             direction=direction,
             divergent_axes=self.divergent_axes,
             source=self.source,
@@ -266,7 +267,8 @@ def _forward(
         work.weights(call.whole(backend, call.read(ws, "forward"), x.dtype), biases),
         (),
     )
-    return y, (contracted(rows), ws, biases, plans, of_backend, hidden)
+    kept = contracted(rows) if are_trained(ws) else multiplied(rows)
+    return y, (kept, ws, biases, plans, of_backend, hidden)
 
 
 def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
@@ -276,7 +278,8 @@ def _backward(call: ExpertCall, residuals: Any, dy: jax.Array) -> Any:
     trains = are_trained(ws)
     # Without the barrier, XLA would keep what the forward gathered.
     x = x if trains or call.recompute_hidden else None
-    held = x, contracted(rows), call.read(ws, "backward")
+    travels = contracted(rows) if trains else multiplied(rows)
+    held = x, travels, call.read(ws, "backward")
     x, sent, stored = lax.optimization_barrier(held)
     backend, request = call.choose(dy, plans[0].places.shape[1], ws, "backward")
     work = call.work(request, plans)

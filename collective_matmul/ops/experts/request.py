@@ -51,6 +51,7 @@ class ExpertRequest(HasFormat, Request):
         smaller, the hidden features are divided over the others.
       keeps_hidden: whether the products of gate and up are kept for the backward pass.
       format: how operands are stored while they travel and are multiplied.
+      trained: whether weights have gradients. Tables do not tell: they have those of trained ones.
       expert_axes: those of the axes that experts are divided over, in the order of the experts.
       op: name of the op.
       transport: who moves its bytes.
@@ -73,6 +74,7 @@ class ExpertRequest(HasFormat, Request):
     expert_devices: int
     keeps_hidden: bool = True
     format: Format = PLAIN
+    trained: bool = field(default=True, compare=False)
     expert_axes: tuple[str, ...] = field(default=(), compare=False)
     op: str = OP
     direction: Direction = "forward"
@@ -102,7 +104,12 @@ class ExpertRequest(HasFormat, Request):
         """Products [pairs, h] with [h, f], or as large, of this pass."""
         if self.direction == "forward":
             return 3
-        return 6 if self.keeps_hidden else 8
+        return 3 + (0 if self.keeps_hidden else 2) + self.weight_gradients
+
+    @property
+    def weight_gradients(self) -> int:
+        """Those of the products that are gradients of weights."""
+        return 3 if self.trained and self.direction == "backward" else 0
 
     @property
     def flops(self) -> int:
@@ -124,7 +131,7 @@ class ExpertRequest(HasFormat, Request):
     @property
     def _sends_rows(self) -> bool:
         """Whether rows travel in the format. Else arrays do, which weight gradients need."""
-        return self.direction == "forward" or self.format.packs_gradients
+        return not self.weight_gradients or self.format.packs_gradients
 
     @property
     def communicated_dtypes(self) -> tuple[str, ...]:
@@ -144,13 +151,15 @@ class ExpertRequest(HasFormat, Request):
     def bytes_communicated(self) -> int:
         """Bytes that each device sends.
 
-        Forward: tokens and routings go to all others, and sums come home. Backward: tokens,
-        gradients of the result and, home, gradients of tokens and of the routing's weights.
+        Forward: tokens and routings go to all others, and sums come home. Backward: tokens, if
+        something is computed from them, gradients of the result and, home, gradients of tokens and
+        of the routing's weights.
         """
         if self.direction == "forward":
             each = self.bytes_of_tokens + self.bytes_of_routing + self.bytes_of_results
         else:
-            each = 2 * self.bytes_of_tokens + self.bytes_of_routing // 2 + self.bytes_of_results
+            rows = 1 if self.keeps_hidden and not self.trained else 2
+            each = rows * self.bytes_of_tokens + self.bytes_of_routing // 2 + self.bytes_of_results
         return (self.axis_size - 1) * each
 
     @property

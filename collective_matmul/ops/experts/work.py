@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
+from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.dispatch.contract import Direction
 from collective_matmul.dispatch.selection import choose
 from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
@@ -48,9 +49,8 @@ from collective_matmul.operands.grouped import (
     Conversion,
     as_array,
     matrix_stacks,
-    separate_rows,
 )
-from collective_matmul.operands.multiply import multiplied
+from collective_matmul.operands.multiply import is_array
 from collective_matmul.ops.experts.activations import gated_activation
 from collective_matmul.ops.experts.biases import (
     ExpertBiases,
@@ -230,18 +230,21 @@ class ExpertWork:
         stored = self._request.format
         return None if stored == PLAIN else Conversion(stored, count, **options)
 
-    def _in_format(
-        self, product: _Product, xs: Sequence[Any], *, of_gradient: bool = False
-    ) -> list[Any]:
-        """Operands of one sum of products, from arrays or from rows in the format."""
-        rows = separate_rows(self._request.format, xs, of_gradient=of_gradient)
-        return product.operands([*map(multiplied, rows)])
+    def _in_format(self, product: _Product, x: Any, *, of_gradient: bool = False) -> Any:
+        """The operand of a product, from an array or from rows in the format."""
+        conversion = self._conversion(1, of_gradient=of_gradient)
+        if conversion is not None and is_array(x):
+            all_rows = vary_over(jnp.int32(len(x)), varying_axes(x))
+            (x,) = product.backend.map_rows(
+                lambda x: ((x,), None), [x], [], all_rows, results=1, conversion=conversion
+            )
+        return product.operands([x])[0]
 
     def hidden(self, x: Any, plan: Plan, ws: PassWeights) -> Hidden:
         """The products of gate and up with tokens, which may be in the format already."""
         assert self._up is not None
         request, backend = self._up
-        (rows,) = self._in_format(self._up, [x])
+        rows = self._in_format(self._up, x)
         products = backend.matmuls(request, rows, ws.into or ws.back, plan.sizes, plan.tokens)
         biases = ws.biases.gate, ws.biases.up
         return Hidden(*(add_bias(p, b, plan) for p, b in zip(products, biases, strict=True)))
@@ -277,7 +280,7 @@ class ExpertWork:
     ) -> HiddenGradients:
         """The gradients of what was kept or computed again, and of the routing's weights."""
         request, backend = self._hidden_gradient
-        (rows,) = self._in_format(self._hidden_gradient, [dy], of_gradient=True)
+        rows = self._in_format(self._hidden_gradient, dy, of_gradient=True)
         gradient = backend.matmul(request, [(rows, ws.down)], plan.sizes, plan.tokens)
 
         def fun(gradient: jax.Array, gate: jax.Array, up: jax.Array, weight: jax.Array) -> tuple:

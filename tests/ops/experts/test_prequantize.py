@@ -19,6 +19,7 @@ from collective_matmul.operands.format import FORMATS
 from tests.conftest import MeshFactory
 from tests.ops.experts.reference import Case
 from tests.ops.experts.rounded_reference import RULES, case_of, check, recipe, recipes
+from tests.ops.experts.test_structure import bytes_of, traced
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
 
@@ -65,6 +66,40 @@ def test_values_and_gradients(
     wanted = jax.jit(case.program(make_mesh(dict(axes))))(case.arrays())
     for name, value, other in zip(wanted._fields, actual, wanted, strict=True):
         np.testing.assert_array_equal(value, other, err_msg=name)
+
+
+class Frozen(QuantizedBefore):
+    """Weights of which only matrices are there."""
+
+    def weights(self, *ws: jax.Array) -> Sequence[Any]:
+        return [w.frozen for w in super().weights(*ws)]
+
+
+@pytest.mark.parametrize(
+    ("fp8", "axes", "options"),
+    [
+        recipe("rowwise", (), {"expert": 3}, {}),
+        recipe("tensorwise", EXHAUSTIVE, {"expert": 2}, RECOMPUTED),
+        recipe("blockwise", EXHAUSTIVE, {"expert": 2}, RECOMPUTED),
+        recipe("rowwise", EXHAUSTIVE, FSDP, {"weight_dimension": 2}),
+    ],
+)
+def test_frozen_weights_send_no_more_than_is_needed(
+    fp8: str, axes: dict[str, int], options: Any, make_mesh: MeshFactory
+) -> None:
+    """Gradients of results travel in 8 bits, and tokens only to compute hidden products again."""
+    case = case_of(fp8, axes, "ring_direct", options=options, dtype="bfloat16", tokens=2)
+    frozen = Frozen.of(case)
+    wanted = jax.jit(case.program(make_mesh(dict(axes))))(case.arrays())
+    actual = jax.jit(frozen.program(make_mesh(dict(axes))))(case.arrays())
+    for name in ("y", "dx", "dweights"):
+        np.testing.assert_array_equal(getattr(actual, name), getattr(wanted, name), err_msg=name)
+    assert not any(np.any(np.asarray(dw, np.float32)) for dw in actual[3:])
+    found, requests = traced(frozen, make_mesh)
+    permutes = [e for e in found if e.primitive.name == "ppermute"]
+    expected = sum(requests[way].bytes_communicated for way in ("forward", "backward"))
+    assert sum(map(bytes_of, permutes)) == expected
+    assert not requests["backward"].trained
 
 
 def operands(case: Case) -> tuple[Any, ...]:
