@@ -78,11 +78,14 @@ Layer = Callable[..., jax.Array]
 def ours(implementation: str | None, *, before: bool = False, **options: Any) -> Layer:
     """The library's op with a backend; `before` takes weights that were quantized before."""
 
-    def layer(x: Any, ids: Any, weights: Any, *ws: Any) -> jax.Array:
-        *ws, quantized = ws
+    options["implementation"] = implementation
+
+    def layer(x: Any, ids: Any, weights: Any, *arrays: Any) -> jax.Array:
+        gate, up, down = arrays[:3]
         if before:
-            ws = [q.with_array(w) for q, w in zip(quantized[options["fp8"]], ws, strict=True)]
-        return expert_mlp(x, ids, weights, *ws, AXIS, implementation=implementation, **options)
+            matrices = zip(arrays[3][options["fp8"]], arrays, strict=False)
+            gate, up, down = (q.with_array(w) for q, w in matrices)
+        return expert_mlp(x, ids, weights, gate, up, down, AXIS, **options)
 
     return layer
 
@@ -90,7 +93,7 @@ def ours(implementation: str | None, *, before: bool = False, **options: Any) ->
 def quantized_before(mesh: Mesh, fp8: str, ws: Sequence[jax.Array]) -> Any:
     """The weights gate, up and down as a step with several microbatches has them."""
     local = lambda *ws: [w.frozen for w in prequantize_experts(ws, fp8)]  # noqa: E731
-    specs = {"in_specs": P(AXIS), "out_specs": P(AXIS)}
+    specs: dict[str, Any] = {"in_specs": P(AXIS), "out_specs": P(AXIS)}
     return jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))(*ws)
 
 
@@ -183,8 +186,7 @@ def program(layer: Layer, mesh: Mesh, *, differentiated: bool) -> Callable[..., 
     dy: the result, or it and all gradients."""
     sharded = jax.shard_map(layer, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
 
-    def forward(x: Any, ids: Any, weights: Any, ws: Any, quantized: Any, dy: Any) -> Any:
-        del dy
+    def forward(x: Any, ids: Any, weights: Any, ws: Any, quantized: Any, _: Any) -> Any:
         return sharded(x, ids, weights, *ws, quantized)
 
     def both(x: Any, ids: Any, weights: Any, ws: Any, quantized: Any, dy: Any) -> Any:

@@ -150,7 +150,7 @@ class Format(Protocol):
         ...
 
     def stacks(
-        self, ws: Sequence[jax.Array], *, transposed: bool = False, sharding: Any = None
+        self, ws: Sequence[Any], *, transposed: bool = False, sharding: Any = None
     ) -> tuple[Any, ...]:
         """Stacks of matrices, of weights [G, K_i, N]: each matrix is converted by itself.
 

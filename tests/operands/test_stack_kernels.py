@@ -45,13 +45,13 @@ def assert_same(found: ScaledMatrix, expected: ScaledMatrix) -> None:
     assert found.product_dtype == expected.product_dtype
     assert found.values.dtype == expected.values.dtype
     np.testing.assert_array_equal(found.scales, expected.scales)
-    pair = (np.asarray(each.values, np.float32) for each in (found, expected))
-    np.testing.assert_array_equal(*pair)
+    one, other = (np.asarray(each.values, np.float32) for each in (found, expected))
+    np.testing.assert_array_equal(one, other)
 
 
 def interpreted(ws: Any, transposed: bool) -> Any:
     """As on a GPU, but for the interpreter."""
-    kernels = {
+    kernels: dict[str, Any] = {
         name: functools.partial(getattr(stack_kernels, name), interpret=True)
         for name in ("in_rows", "in_columns")
     }

@@ -92,7 +92,7 @@ class Recipe(Format):
 
     def local_rows(
         self, xs: Sequence[Array], *, of_gradient: bool = False
-    ) -> tuple[ScaledRows, ...]:
+    ) -> tuple[ScaledRows, ...] | None:
         """Rows [M, K_i] of which each has a scale, that of all arrays together."""
         dtype = self.gradient_dtype if of_gradient else self.dtype
         largest = [jnp.max(magnitude(x), axis=-1, keepdims=True) for x in xs]

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from collective_matmul._compat import on_one_device, varying_axes
 from collective_matmul.mosaic_gpu import device
-from collective_matmul.operands.scaled.scaling import magnitude, rounded
+from collective_matmul.operands.scaled.scaling import Array, magnitude, rounded
 
 #: The scale of numbers of which this is the largest magnitude.
 Scale = Callable[[jax.Array], jax.Array]
@@ -36,13 +36,13 @@ _ELEMENTS = 2**31
 _ROW_NUMBERS = 4096
 
 
-def can_convert(ws: Sequence[jax.Array]) -> bool:
+def can_convert(ws: Sequence[Array]) -> bool:
     """Whether the kernels convert these stacks: on a Hopper GPU, where XLA divides no arrays."""
     return device.target() is not None and on_one_device() and all(w.size < _ELEMENTS for w in ws)
 
 
 def in_columns(
-    w: jax.Array, scale: Scale, dtype: Any, *, interpret: bool = False
+    w: Array, scale: Scale, dtype: Any, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """The values [G, N, K] of a stack [G, K, N], and the scale of each column, float32 [G, N]."""
     groups, contracted, columns = w.shape
@@ -82,7 +82,7 @@ def in_columns(
 
 
 def in_rows(
-    ws: Sequence[jax.Array], scale: Scale, dtype: Any, *, interpret: bool = False
+    ws: Sequence[Array], scale: Scale, dtype: Any, *, interpret: bool = False
 ) -> tuple[Sequence[jax.Array], jax.Array]:
     """The values [G, K, N] of stacks, and the scale of each row of all, float32 [G, K]."""
     groups, contracted, columns = ws[0].shape
@@ -121,13 +121,15 @@ def or_nan(numbers: jax.Array) -> jax.Array:
 def _call(
     body: Callable,
     shapes: Sequence[tuple[tuple[int, ...], Any]],
-    inputs: Sequence[jax.Array],
+    inputs: Sequence[Array],
     programs: int,
     warps: int,
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    axes = frozenset[str]().union(*map(varying_axes, inputs))
-    typed = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
+    axes = frozenset[str]().union(*(varying_axes(x) for x in inputs))
+    typed: dict[str, Any] = {}
+    if axes:
+        typed = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
     return pl.pallas_call(
         body,
         out_shape=[jax.ShapeDtypeStruct(*shape, **typed) for shape in shapes],

@@ -152,8 +152,8 @@ class Case:
         name = experts[0] if len(experts) == 1 else experts
 
         def local(x, ids, weights, w_gate, w_up, w_down):
-            ws = self.weights(w_gate, w_up, w_down)
-            return expert_mlp(x, ids, weights, *ws, name, **self.keywords)
+            gate, up, down = self.weights(w_gate, w_up, w_down)
+            return expert_mlp(x, ids, weights, gate, up, down, name, **self.keywords)
 
         return jax.shard_map(
             local,

@@ -102,6 +102,11 @@ def test_frozen_weights_send_no_more_than_is_needed(
     assert not requests["backward"].trained
 
 
+def three(ws: Sequence[Any]) -> tuple[Any, Any, Any]:
+    gate, up, down = ws
+    return gate, up, down
+
+
 def operands(case: Case) -> tuple[Any, ...]:
     return tuple(map(jnp.asarray, case.arrays()))
 
@@ -115,7 +120,7 @@ def test_frozen_weights_have_no_gradient_and_others_are_the_same(fp8: str) -> No
 
     def outcome(quantized: Any, x: Any, weights: Any, *, frozen: bool, copies: int = 2) -> Any:
         def local(quantized: Any, x: Any, weights: Any, ids: Any) -> jax.Array:
-            return expert_mlp(x, ids, weights, *quantized, "expert", fp8=fp8)
+            return expert_mlp(x, ids, weights, *three(quantized), "expert", fp8=fp8)
 
         op = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         if frozen:
@@ -157,7 +162,7 @@ def test_what_is_quantized_before_is_converted_once() -> None:
         mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
 
         def local(ws: Any, x: Any) -> jax.Array:
-            return expert_mlp(x, ids, weights, *ws, "expert", fp8="rowwise")
+            return expert_mlp(x, ids, weights, *three(ws), "expert", fp8="rowwise")
 
         op = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         y, pullback = jax.vjp(op, ws, x)
@@ -180,7 +185,7 @@ def call(ws: Sequence[Any], x: Any = None, **options: Any) -> Any:
     x = own if x is None else x
 
     def local(ws: Any, x: Any) -> jax.Array:
-        return expert_mlp(x, ids, weights, *ws, "expert", **options)
+        return expert_mlp(x, ids, weights, *three(ws), "expert", **options)
 
     return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(ws, x)
 
@@ -202,8 +207,9 @@ def test_weights_that_do_not_fit() -> None:
         call([gate, up, down], x.astype(jnp.bfloat16), fp8="rowwise")
     with pytest.raises(ValueError, match=r"ws: 2 weights; expected w_gate, w_up and w_down"):
         prequantize_experts(ws[:2], "rowwise")
+    again: Any = [ws[0], up, ws[2]]
     with pytest.raises(TypeError, match="w_up: a Quantized; expected an array"):
-        prequantize_experts([ws[0], up, ws[2]], "rowwise")
+        prequantize_experts(again, "rowwise")
     with pytest.raises(ValueError, match=r"w_down: bfloat16 .*, and w_gate is float32"):
         prequantize_experts([*ws[:2], ws[2].astype(jnp.bfloat16)], "rowwise")
     nothing: Any = None

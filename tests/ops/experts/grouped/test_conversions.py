@@ -32,7 +32,7 @@ WIDTHS = [96, 384, 320]
 class _WithoutKernel(Recipe):
     """A format that says nothing of rows in registers."""
 
-    local_rows = Format.local_rows
+    local_rows: Any = Format.local_rows
 
 
 def gradients(a: jax.Array, b: jax.Array, value: jax.Array) -> tuple:
@@ -63,8 +63,8 @@ def mapped(conversion: Conversion | None, width: int, **options: Any) -> Sequenc
 
 def assert_same(found: Any, expected: Any) -> None:
     """The used rows are equal."""
-    pair = (np.asarray(each[:USED], np.float32) for each in (found, expected))
-    np.testing.assert_array_equal(*pair)
+    one, other = (np.asarray(each[:USED], np.float32) for each in (found, expected))
+    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("keeps_arrays", [True, False])
@@ -103,11 +103,10 @@ def test_a_format_without_rows_in_registers_is_converted_afterwards() -> None:
 
 
 def test_the_default_converts_too() -> None:
-    a, b = drawn(96)
-    value = np.linspace(-1, 1, ROWS, dtype=np.float32)
+    arguments: Any = drawn(96), [np.linspace(-1, 1, ROWS, dtype=np.float32)], USED
     conversion = Conversion(ROWWISE, 2, of_gradient=True)
     third, sums, *found = XlaGrouped().map_rows(
-        gradients, [a, b], [value], USED, results=3, row_sums=True, conversion=conversion
+        gradients, *arguments, results=3, row_sums=True, conversion=conversion
     )
     expected_third, expected_sums, *expected = mapped(conversion, 96)
     assert_same(third, expected_third)
