@@ -77,7 +77,8 @@ class Processes(Settings):
     pytorch_seconds: float = 0.0
     """How long PyTorch is timed on the same stacks after the first round; 0: it takes no part."""
     compile_threads: int = 8
-    """Programs that a process compiles at the same time."""
+    """Programs compiled at the same time by one process. Several compile one after the other: they
+    share what they find out by trying kernels, and so find each program in one state."""
     job_seconds: float = 300.0
     """A job that takes longer to compile, or for a round, is ended."""
 
@@ -247,7 +248,8 @@ def work(settings: Processes, kind: Kind) -> Iterator[Any]:
     operands, cases = Operands(mesh, settings.array_dtype), settings.cases(kind)
     chosen = [candidates.make(name, mesh, try_options=False) for name in settings.names(kind)]
     builds = [functools.partial(case.build, operands) for case in cases]
-    compiled = compile_cases(chosen, builds, settings.compile_threads)
+    threads = settings.compile_threads if jax.process_count() == 1 else 1
+    compiled = compile_cases(chosen, builds, threads)
     runs: dict[str, Runs] = {}
     answer: Cases = {}
     for case, ready in zip(cases, compiled, strict=True):
