@@ -54,6 +54,8 @@ _ARRAY_TOLERANCE, _SCALAR_TOLERANCE = 0.05, 0.001
 class Processes(Settings):
     """Stacks and training steps with one process for each device, beside one for all of them."""
 
+    devices: int = 2
+    """Devices on the axis, which is as many as the processes of one job."""
     kinds: tuple[Kind, ...] = ("stack",)
     """Stacks of feed-forward layers; or the trainer's step on an axis tensor or fsdp."""
     candidates: tuple[str, ...] = ()
@@ -64,6 +66,7 @@ class Processes(Settings):
     rows: tuple[int, ...] = (8192, 2048, 512, 128, 24)
     """Rows of all devices, for stacks."""
     directions: tuple[Direction, ...] = ("forward", "forward_backward")
+    """Whether gradients of stacks are computed too."""
     layers: int = 0
     """Layers; default: 8 of a model, and for stacks as `stack` has."""
     preset: str = "llama3-8b"
@@ -123,7 +126,6 @@ def run(settings: Processes) -> Report:
       ValueError: for settings that do not fit.
     """
     check(settings)
-    settings = dataclasses.replace(settings, devices=settings.devices or 2)
     check_least(settings, 0, "layers", "pytorch_seconds")
     check_least(settings, 1, "rounds")
     check_least(settings, 2, "devices")

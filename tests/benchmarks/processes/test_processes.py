@@ -124,6 +124,7 @@ def test_times_are_shown_over_those_of_the_computation_in_the_same_round() -> No
     [
         ({"devices": 1000, "platform": "gpu"}, r"^devices=1000: there are \d+; ask for fewer$"),
         ({"devices": 1}, "^devices=1: expected at least 2"),
+        ({"rounds": 0}, "^rounds=0: expected at least 1"),
         ({"shape": "9B"}, "^shape: '9B' is unknown; expected 70B, "),
         ({"rows": (25,)}, "^rows=25 of '8B M=25 forward': not divisible by 2 devices"),
         ({"candidates": ("fsued",)}, "^candidates: 'fsued' is unknown; expected baseline, "),
