@@ -20,7 +20,7 @@ from collective_matmul.ops.experts.api import expert_mlp
 from collective_matmul.ops.experts.gradients import HIDDEN_CHECKPOINT_NAME
 from collective_matmul.ops.experts.grouped.measured_program import GroupedRepetitions as _Grouped  # noqa: F401
 from collective_matmul.ops.experts.measured_program import ExpertRepetitions as _Experts  # noqa: F401
-from collective_matmul.ops.experts.prequantize import prequantize_experts
+from collective_matmul.ops.experts.prequantize_experts import prequantize_experts
 from collective_matmul.ops.matmul.api import (
     CHECKPOINT_NAME,
     all_gather_matmul,

@@ -17,7 +17,7 @@ from collective_matmul.layers.parallelize.nnx_adapters import base_of
 from collective_matmul.layers.parallelize.nnx_shared import shared_layers
 from collective_matmul.layers.sharding_context import LocalShards
 from collective_matmul.operands.format import FORMATS
-from collective_matmul.ops.experts.prequantize import quantized_stacks, shards_of_matrices
+from collective_matmul.ops.experts.prequantize_experts import quantized_stacks, shards_of_matrices
 from collective_matmul.ops.matmul.prequantize import prequantize
 
 Linear = ColumnParallelLinear | RowParallelLinear

@@ -20,8 +20,6 @@ from jax import lax
 
 from collective_matmul.operands.format import PLAIN, Format
 from collective_matmul.operands.multiply import is_array, multiplied
-from collective_matmul.operands.quantized import Quantized
-from collective_matmul.operands.sharded import WeightShards
 
 #: An array, or rows or a stack of matrices in a format.
 GroupedOperand = Any
@@ -44,7 +42,7 @@ def separate_rows(
 
 @dataclass(frozen=True)
 class Conversion:
-    """What becomes of arrays that are operands of one sum of products.
+    """How arrays become operands of one sum of products.
 
     Attributes:
       format: the format in which they are multiplied.
@@ -59,7 +57,7 @@ class Conversion:
     keeps_arrays: bool = False
 
     def kept(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Those of the arrays that are needed as such, or of values for them."""
+        """The arrays that are needed as such, or values for them."""
         return arrays if self.keeps_arrays else arrays[self.count :]
 
     def operands(self, arrays: Sequence[jax.Array]) -> list[Any]:
@@ -69,29 +67,19 @@ class Conversion:
 
 
 def matrix_stacks(
-    stored: Format,
-    ws: Sequence[Any],
-    *,
-    transposed: bool = False,
-    shards: WeightShards | None = None,
+    stored: Format, ws: Sequence[Any], *, transposed: bool = False, sharding: Any = None
 ) -> tuple[Any, ...]:
     """Weights [G, K_i, N] in a format, each matrix converted by itself; as `Format.matrices`.
 
     Args:
       stored: the format.
-      ws: arrays, operands of one sum of products; or `Quantized`, with whole matrices. Of one with
-        a matrix for the forward alone, the transpose is made of the numbers that it stands for.
+      ws: arrays, operands of one sum of products.
       transposed: whether the results are [G, N, K_i]. Plain arrays stay as they are.
-      shards: how an axis shards the matrices of arrays, as [K, N]; or None.
+      sharding: the `WeightShards` of shards of each matrix, as of [K, N]; or None.
     """
     if stored == PLAIN:
         return tuple(ws)
-    if isinstance(ws[0], Quantized):
-        made = tuple(w.backward if transposed else w.forward for w in ws)
-        if made[0] is not None:
-            return made
-        ws = [as_array(w.forward, w.forward.product_dtype) for w in ws]
-    return stored.stacks(ws, transposed=transposed, sharding=shards)
+    return stored.stacks(ws, transposed=transposed, sharding=sharding)
 
 
 def as_array(operand: GroupedOperand, dtype: Any) -> jax.Array:

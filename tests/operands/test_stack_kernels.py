@@ -50,7 +50,7 @@ def assert_same(found: ScaledMatrix, expected: ScaledMatrix) -> None:
 
 
 def interpreted(ws: Any, transposed: bool) -> Any:
-    """As on a GPU, but for the interpreter."""
+    """The stacks that a GPU would have, by the interpreter."""
     kernels: dict[str, Any] = {
         name: functools.partial(getattr(stack_kernels, name), interpret=True)
         for name in ("in_rows", "in_columns")

@@ -22,7 +22,7 @@ from collective_matmul.layers.sharding_context import (
 )
 from collective_matmul.log import warn_once
 from collective_matmul.ops.experts.biases import ExpertBiases
-from collective_matmul.ops.experts.work import ExpertWeights
+from collective_matmul.ops.experts.stored_weights import ExpertWeights
 
 
 @dataclass(frozen=True)

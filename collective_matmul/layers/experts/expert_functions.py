@@ -40,7 +40,7 @@ from collective_matmul.ops.experts.api import expert_mlp
 from collective_matmul.ops.experts.backends import BACKENDS
 from collective_matmul.ops.experts.biases import ExpertBiases, added_once
 from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
-from collective_matmul.ops.experts.work import ExpertWeights
+from collective_matmul.ops.experts.stored_weights import ExpertWeights
 from collective_matmul.ops.matmul import checks as matmul_checks
 from collective_matmul.ops.matmul.checks import RecipeName
 

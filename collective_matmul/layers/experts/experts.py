@@ -31,7 +31,7 @@ from collective_matmul.layers.sharding_context import known_axis_size
 from collective_matmul.operands.quantized import typed
 from collective_matmul.ops.experts.activations import ACTIVATIONS
 from collective_matmul.ops.experts.biases import ExpertBiases
-from collective_matmul.ops.experts.work import ExpertWeights
+from collective_matmul.ops.experts.stored_weights import ExpertWeights
 from collective_matmul.ops.matmul.checks import RecipeName
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()

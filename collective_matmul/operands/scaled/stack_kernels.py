@@ -126,7 +126,8 @@ def _call(
     warps: int,
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    axes = frozenset[str]().union(*(varying_axes(x) for x in inputs))
+    arrays = [*map(jnp.asarray, inputs)]
+    axes = frozenset[str]().union(*map(varying_axes, arrays))
     typed: dict[str, Any] = {}
     if axes:
         typed = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
@@ -137,4 +138,4 @@ def _call(
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=2),
         interpret=interpret,
         name="convert_stack",
-    )(*inputs)
+    )(*arrays)

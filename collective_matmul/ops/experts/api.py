@@ -32,8 +32,8 @@ from collective_matmul.ops.experts.gradients import (
     routed_experts,
 )
 from collective_matmul.ops.experts.grouped.backends import GROUPED_BACKENDS
-from collective_matmul.ops.experts.prequantize import checked_weights
-from collective_matmul.ops.experts.work import ExpertWeights
+from collective_matmul.ops.experts.prequantize_experts import checked_weights
+from collective_matmul.ops.experts.stored_weights import ExpertWeights
 from collective_matmul.ops.matmul.api import CHECKPOINT_NAME
 from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.source_location import calling_location
@@ -117,11 +117,10 @@ def expert_mlp(
     hidden_axis = checks.other_axis(hidden_axis_name, "hidden_axis_name", names)
     used = names if hidden_axis is None else (*names, hidden_axis)
     weight_axis = checks.other_axis(weight_axis_name, "weight_axis_name", used)
-    checks.arrays(x=x, expert_ids=expert_ids, expert_weights=expert_weights)
     checks.routing(x, expert_ids, expert_weights)
-    ws, biases = ExpertWeights(w_gate, w_up, w_down), ExpertBiases(b_gate, b_up, b_down)
     dimension, stored = checks.weight_dimension(weight_dimension), checks.fp8(fp8, x)
-    ws = checked_weights(ws, stored, weight_axis, dimension, x)
+    ws = checked_weights(ExpertWeights(w_gate, w_up, w_down), stored, weight_axis, dimension, x)
+    biases = ExpertBiases(b_gate, b_up, b_down)
     call = ExpertCall(
         axis_names=names,
         all_axes=checks.in_mesh_order(used),

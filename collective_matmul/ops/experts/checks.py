@@ -12,7 +12,7 @@ from jax import lax
 from collective_matmul.operands.format import Format, format_named
 from collective_matmul.ops.experts.activations import NAMES
 from collective_matmul.ops.experts.biases import ExpertBiases
-from collective_matmul.ops.experts.work import ExpertWeights
+from collective_matmul.ops.experts.stored_weights import ExpertWeights
 from collective_matmul.ops.matmul import checks as matmul_checks
 
 #: Dtypes of tokens and weights. float64 needs 64-bit types, which JAX_ENABLE_X64 enables.
@@ -140,6 +140,7 @@ def routing(x: jax.Array, ids: jax.Array, weights: jax.Array) -> None:
     Raises:
       ValueError, TypeError: if they do not fit.
     """
+    arrays(x=x, expert_ids=ids, expert_weights=weights)
     if x.ndim != 2:
         raise ValueError(f"x of shape {x.shape}: expected [tokens, features]; join its dimensions")
     if jnp.dtype(x.dtype) not in DTYPES:

@@ -28,11 +28,10 @@ from collective_matmul.operands.multiply import contracted, multiplied
 from collective_matmul.operands.quantized import Quantized, gradient_of
 from collective_matmul.ops.experts.backend import ExpertBackend
 from collective_matmul.ops.experts.biases import ExpertBiases
-from collective_matmul.ops.experts.prequantize import are_trained, read_by_pass
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan, Routing, plans_of
+from collective_matmul.ops.experts.stored_weights import ExpertWeights, are_trained, read_by_pass
 from collective_matmul.ops.experts.work import (
-    ExpertWeights,
     ExpertWork,
     GradientRows,
     Hidden,
@@ -120,7 +119,7 @@ class ExpertCall:
         return ExpertWork(request, rows, self.activation, self.grouped_implementation)
 
     def read(self, ws: ExpertWeights, direction: Direction) -> ExpertWeights:
-        """What a pass reads of the weights."""
+        """Returns the parts of the weights that a pass reads."""
         backward = direction == "backward"
         return read_by_pass(ws, forward=not backward or self.recompute_hidden, backward=backward)
 

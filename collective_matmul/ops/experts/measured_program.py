@@ -34,7 +34,8 @@ from collective_matmul.ops.experts.biases import ExpertBiases
 from collective_matmul.ops.experts.gradients import ExpertCall, backward_pass, routed_experts
 from collective_matmul.ops.experts.request import OP, ExpertRequest
 from collective_matmul.ops.experts.routing import Plan, Routing, plans_of
-from collective_matmul.ops.experts.work import ExpertWeights, Hidden
+from collective_matmul.ops.experts.stored_weights import ExpertWeights
+from collective_matmul.ops.experts.work import Hidden
 from collective_matmul.ops.experts.xla import XlaExperts
 
 #: The second mesh axis of the programs, along which hidden features are divided.

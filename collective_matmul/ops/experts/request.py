@@ -108,7 +108,7 @@ class ExpertRequest(HasFormat, Request):
 
     @property
     def weight_gradients(self) -> int:
-        """Those of the products that are gradients of weights."""
+        """The number of products of this pass that are gradients of weights."""
         return 3 if self.trained and self.direction == "backward" else 0
 
     @property

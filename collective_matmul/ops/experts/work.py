@@ -48,7 +48,6 @@ from collective_matmul.operands.format import PLAIN
 from collective_matmul.operands.grouped import (
     Conversion,
     as_array,
-    matrix_stacks,
 )
 from collective_matmul.operands.multiply import is_array
 from collective_matmul.ops.experts.activations import gated_activation
@@ -62,20 +61,7 @@ from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.request import GroupedOp, GroupedRequest
 from collective_matmul.ops.experts.request import ExpertRequest
 from collective_matmul.ops.experts.routing import Plan
-
-
-class ExpertWeights(NamedTuple):
-    """The weights of this device's experts.
-
-    Attributes:
-      gate: [E, h, f].
-      up: [E, h, f].
-      down: [E, f, h].
-    """
-
-    gate: Any
-    up: Any
-    down: Any
+from collective_matmul.ops.experts.stored_weights import ExpertWeights, stacks_of_pass
 
 
 class PassWeights(NamedTuple):
@@ -215,14 +201,14 @@ class ExpertWork:
         """The weights of the pass. Call this once, before the visits."""
         stored, into = self._request.format, None
         if self._up is not None and (self.direction == "forward" or stored != PLAIN):
-            stacks = (matrix_stacks(stored, [w]) for w in (ws.gate, ws.up))
+            stacks = (stacks_of_pass(stored, [w]) for w in (ws.gate, ws.up))
             into = self._up.operands([stack for (stack,) in stacks])
         if self.direction == "forward":
             assert self._down is not None
-            (down,) = self._down.operands(matrix_stacks(stored, [ws.down]))
+            (down,) = self._down.operands(stacks_of_pass(stored, [ws.down]))
             return PassWeights(into, down, biases=biases)
-        back = matrix_stacks(stored, [ws.gate, ws.up], transposed=True)
-        (down,) = self._hidden_gradient.operands(matrix_stacks(stored, [ws.down], transposed=True))
+        back = stacks_of_pass(stored, [ws.gate, ws.up], transposed=True)
+        (down,) = self._hidden_gradient.operands(stacks_of_pass(stored, [ws.down], transposed=True))
         return PassWeights(into, down, self._input_gradient.operands(back), biases)
 
     def _conversion(self, count: int, **options: Any) -> Conversion | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +153,7 @@ class GroupedBackend(Backend, Protocol):
         results: int,
         row_sums: bool = False,
         conversion: Conversion | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[GroupedOperand, ...]:
         """A function of the elements of arrays, computed in at least float32.
 
         Args:

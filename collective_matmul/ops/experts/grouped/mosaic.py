@@ -167,7 +167,7 @@ class MosaicGrouped(GroupedBackend):
         results: int,
         row_sums: bool = False,
         conversion: Conversion | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[GroupedOperand, ...]:
         """By a kernel for Triton, of the rows that are used; see `GroupedBackend`."""
         options: dict[str, Any] = {
             "results": results,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from collective_matmul.dispatch.contract import Configuration, Prediction
 from collective_matmul.hardware import rates, traced_device
 from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.operands.format import PLAIN
-from collective_matmul.operands.grouped import Conversion
+from collective_matmul.operands.grouped import Conversion, GroupedOperand
 from collective_matmul.ops.experts.grouped.backend import GroupedBackend
 from collective_matmul.ops.experts.grouped.measured import nearest
 from collective_matmul.ops.experts.grouped.request import GroupedRequest
@@ -142,7 +142,7 @@ class TritonGrouped(GroupedBackend):
         results: int,
         row_sums: bool = False,
         conversion: Conversion | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[GroupedOperand, ...]:
         """One kernel, of the rows that are used; see `GroupedBackend`."""
         return map_rows(
             fun,

@@ -331,45 +331,15 @@ def map_rows(
     sums = [jax.ShapeDtypeStruct((rows,), jnp.float32)] * row_sums
     shapes, structure = jax.tree.flatten((kept, sums, operands))
     inputs = [count.reshape(1), *arrays, *row_values]
+    # A program that converts has whole rows.
     widest = pl.next_power_of_2(columns)
     column_block = widest if operands else min(1024, widest)
     row_block = max(1, 4096 // column_block) if operands else 4
 
-    def body(count_ref: Any, *refs: Any) -> None:
-        start, total = pl.program_id(0) * row_block, count_ref[0]
-
-        @pl.when(start < total)
-        def _() -> None:
-            place = start + jnp.arange(row_block, dtype=jnp.int32)
-            is_used = place < total
-            values = [_load(ref.at[place], is_used) for ref in refs[len(arrays) : len(inputs) - 1]]
-            kept_refs, sum_refs, operand_refs = jax.tree.unflatten(
-                structure, refs[len(inputs) - 1 :]
-            )
-            sums = jnp.zeros((row_block,), jnp.float32)
-            for first in range(0, columns, column_block):
-                ns = first + jnp.arange(column_block, dtype=jnp.int32)
-                mask = is_used[:, None] & (ns < columns)[None, :]
-                at = (place[:, None], ns[None, :])
-                blocks = [
-                    _load(ref.at[at], mask).astype(jnp.float32) for ref in refs[: len(arrays)]
-                ]
-                made, summed = fun(*blocks, *(value[:, None] for value in values))
-                made = [block.astype(dtype) for block in made]
-                written = made if conversion is None else conversion.kept(made)
-                for ref, block in zip(kept_refs, written, strict=True):
-                    plgpu.store(ref.at[at], block, mask=mask)
-                if row_sums:
-                    assert summed is not None
-                    sums += jnp.where(mask, summed, 0.0).sum(1)
-                if conversion is not None:
-                    numbers = [_convertible(block, mask) for block in made[: conversion.count]]
-                    local = _local_rows(conversion, numbers)
-                    pairs = zip(jax.tree.leaves(operand_refs), jax.tree.leaves(local), strict=True)
-                    for ref, block in pairs:
-                        _store_rows(ref, block, place, is_used)
-            for ref in sum_refs:
-                plgpu.store(ref.at[place], sums, mask=is_used)
+    def body(*refs: Any) -> None:
+        sources = refs[0], refs[1 : 1 + len(arrays)], refs[1 + len(arrays) : len(inputs)]
+        results = jax.tree.unflatten(structure, refs[len(inputs) :])
+        _map_body(fun, sources, results, conversion, row_block, column_block)
 
     warps = max(8, column_block // 1024) if operands else 4
     manual = _manual_axes(inputs)
@@ -378,6 +348,47 @@ def map_rows(
     written = _call(body, typed, programs, Blocks(warps=warps, stages=2), "map_rows", interpret)
     kept, sums, operands = jax.tree.unflatten(structure, written(*inputs))
     return (*kept, *sums, *(operands or ()))
+
+
+def _map_body(
+    fun: Callable[..., tuple[Sequence[jax.Array], jax.Array | None]],
+    sources: tuple[Any, Sequence[Any], Sequence[Any]],
+    results: tuple[Sequence[Any], Sequence[Any], Any],
+    conversion: Conversion | None,
+    row_block: int,
+    column_block: int,
+) -> None:
+    """One program; sources are the count, arrays and row values, results those of `map_rows`."""
+    (count_ref, array_refs, value_refs), (kept_refs, sum_refs, operand_refs) = sources, results
+    start, total = pl.program_id(0) * row_block, count_ref[0]
+    columns, dtype = array_refs[0].shape[1], array_refs[0].dtype
+
+    @pl.when(start < total)
+    def _() -> None:
+        place = start + jnp.arange(row_block, dtype=jnp.int32)
+        is_used = place < total
+        values = [_load(ref.at[place], is_used) for ref in value_refs]
+        sums = jnp.zeros((row_block,), jnp.float32)
+        for first in range(0, columns, column_block):
+            ns = first + jnp.arange(column_block, dtype=jnp.int32)
+            mask = is_used[:, None] & (ns < columns)[None, :]
+            at = (place[:, None], ns[None, :])
+            blocks = [_load(ref.at[at], mask).astype(jnp.float32) for ref in array_refs]
+            made, summed = fun(*blocks, *(value[:, None] for value in values))
+            made = [block.astype(dtype) for block in made]
+            kept = made if conversion is None else conversion.kept(made)
+            for ref, block in zip(kept_refs, kept, strict=True):
+                plgpu.store(ref.at[at], block, mask=mask)
+            if sum_refs:
+                assert summed is not None
+                sums += jnp.where(mask, summed, 0.0).sum(1)
+            if conversion is not None:
+                numbers = [_convertible(block, mask) for block in made[: conversion.count]]
+                local = jax.tree.leaves(_local_rows(conversion, numbers))
+                for ref, block in zip(jax.tree.leaves(operand_refs), local, strict=True):
+                    _store_rows(ref, block, place, is_used)
+        for ref in sum_refs:
+            plgpu.store(ref.at[place], sums, mask=is_used)
 
 
 def _local_rows(conversion: Conversion, arrays: Sequence[Any]) -> Any:

@@ -16,10 +16,10 @@ from jax import lax
 
 from collective_matmul.operands.format import FORMATS, PLAIN, Format
 from collective_matmul.operands.grouped import matrix_stacks
-from collective_matmul.operands.quantized import Quantized, is_trained
+from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.experts import checks
-from collective_matmul.ops.experts.work import ExpertWeights
+from collective_matmul.ops.experts.stored_weights import ExpertWeights
 from collective_matmul.ops.matmul import checks as matmul_checks
 from collective_matmul.ops.matmul.prequantize import unread
 
@@ -89,7 +89,7 @@ def quantized_stacks(
     gate, up, down = (lax.stop_gradient(w) for w in ws)
 
     def stacks(shards: WeightShards | None, *ws: jax.Array, transposed: bool = False) -> Any:
-        return matrix_stacks(stored, ws, transposed=transposed, shards=shards)
+        return matrix_stacks(stored, ws, transposed=transposed, sharding=shards)
 
     forward = *stacks(shards, gate), *stacks(shards, up), *stacks(shards_of_down, down)
     together = stacks(shards, gate, up, transposed=True)
@@ -200,32 +200,3 @@ def _constant(w: Quantized) -> Quantized:
     forward, backward = lax.stop_gradient((w.forward, w.backward))
     array = None if w.array is None else unread(w.array)
     return dataclasses.replace(w, array=array, forward=forward, backward=backward)
-
-
-def are_trained(ws: ExpertWeights) -> bool:
-    """Whether the weights have gradients."""
-    return is_trained(ws.gate)
-
-
-def read_by_pass(ws: ExpertWeights, *, forward: bool, backward: bool) -> ExpertWeights:
-    """The weights that a pass reads: arrays as they are, and only the matrices that it needs.
-
-    Args:
-      ws: the weights.
-      forward: whether the pass computes hidden products, and then the results in a forward pass.
-      backward: whether it is a backward pass.
-    """
-
-    def read(w: Any, into: bool) -> Any:
-        if not isinstance(w, Quantized):
-            return w
-        kept = into or (backward and w.backward is None)
-        return dataclasses.replace(
-            w,
-            array=None,
-            forward=w.forward if kept else None,
-            backward=w.backward if backward else None,
-        )
-
-    of_down = forward and not backward
-    return ExpertWeights(read(ws.gate, forward), read(ws.up, forward), read(ws.down, of_down))
