@@ -28,12 +28,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-#: The multiprocessors of an H100 or H200, and the programs that each executes at once.
-_MULTIPROCESSORS, _AT_ONCE = 132, 2
+#: Programs that read at the rate of the memory: two for each multiprocessor of an H100 or H200.
+_READERS = 2 * 132
 #: Tensor cores multiply tiles of at least this many rows and columns.
 _LEAST_TILE = 16
 #: The largest tile of queries, which is kept in registers with the sums of values.
 _LARGEST_TILE = 64 * 128
+#: Columns that one program combines, of all splits.
+_COMBINED_COLUMNS = 32
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -73,14 +75,23 @@ def unsupported_reason(heads: int, size: int, dtype: jax.typing.DTypeLike) -> st
     return None
 
 
-def blocks_of(key: jax.Array) -> Blocks:
-    """The sizes of blocks for a cache [B, K, C, H]."""
-    batch, heads, capacity, size = key.shape
-    # A block of keys is 16 KiB, as of values: three of both for each of two programs fit.
+def blocks_of(query: jax.Array, key: jax.Array, window: int | None) -> Blocks:
+    """The sizes of blocks for queries [B, K, G, H] and a cache [B, K, C, H]."""
+    batch, heads, group, size = query.shape
+    capacity = key.shape[2]
+    most = capacity if window is None else min(window, capacity)
+    # A block of keys is 16 KiB, as of values: three programs of three stages fit.
     keys = max(_LEAST_TILE, 16 * 1024 // (_tile(size) * key.dtype.itemsize))
-    keys = min(keys, _tile(capacity))
-    splits = math.ceil(_AT_ONCE * _MULTIPROCESSORS / (batch * heads))
-    return Blocks(keys, min(splits, math.ceil(capacity / keys)))
+    keys = min(keys, _tile(most))
+
+    def slowness(splits: int) -> float:
+        """The time over that of reading all that is seen by all readers, without a break."""
+        turns = batch * heads * splits / _READERS
+        started = splits * keys / most  # To start a program takes the time of a block.
+        combined = 4 * splits * group / (most * key.dtype.itemsize)
+        return math.ceil(turns) / turns * (1 + started) + combined
+
+    return Blocks(keys, min(range(1, math.ceil(most / keys) + 1), key=slowness))
 
 
 def attend_to_valid(
@@ -100,7 +111,7 @@ def attend_to_valid(
       query: [B, K, G, H].
       key: [B, K, C, H]. What lies after a sequence's position is not read.
       value: [B, K, C, H], likewise.
-      positions: int32 [B], from 0 to C - 1, the place of each token, the last that it attends to.
+      positions: int32 [B], the place of each token, the last that it attends to.
       window: number of tokens that a token attends to, itself included; None: all before it.
       sinks: [K, G], a score for each head that takes part in the softmax and has no value, or None.
       blocks: the sizes of blocks; None: as `blocks_of` returns them.
@@ -109,7 +120,7 @@ def attend_to_valid(
     Returns:
       [B, K, G, H].
     """
-    blocks = blocks or blocks_of(key)
+    blocks = blocks or blocks_of(query, key, window)
     batch, heads, group, size = query.shape
     inputs = [positions, query, key, value, *([] if sinks is None else [sinks])]
     typed = functools.partial(jax.ShapeDtypeStruct, **_manual_axes(inputs))
@@ -131,7 +142,7 @@ def attend_to_valid(
     (combined,) = pl.pallas_call(
         _combine_body,
         out_shape=[typed(query.shape, query.dtype)],
-        grid=(batch, heads, group),
+        grid=(batch, heads * group, math.ceil(size / _COMBINED_COLUMNS)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="combine_splits",
@@ -162,7 +173,7 @@ def _attend_body(
     query = plgpu.load(
         query_ref.at[sequence, head, rows[:, None], columns[None, :]], mask=in_tile, other=0
     )
-    last = positions_ref[sequence]
+    last = jnp.minimum(positions_ref[sequence], key_ref.shape[2] - 1)
     first = jnp.int32(0) if window is None else jnp.maximum(last - (window - 1), 0)
 
     def add_block(number: jax.Array, sums: tuple) -> tuple:
@@ -211,10 +222,12 @@ def _attend_body(
 
 
 def _combine_body(parts_ref: Any, logarithms_ref: Any, out_ref: Any) -> None:
-    """The average of all splits of a query head. Empty ones weigh nothing."""
-    _, _, splits, _, size = parts_ref.shape
-    sequence, head, row = (pl.program_id(i) for i in range(3))
-    numbers, columns = _arange(pl.next_power_of_2(splits)), _arange(_tile(size))
+    """Columns of the average of all splits of a query head. Empty ones weigh nothing."""
+    _, _, splits, group, size = parts_ref.shape
+    sequence, number, part = (pl.program_id(i) for i in range(3))
+    head, row = lax.div(number, group), lax.rem(number, group)
+    numbers = _arange(pl.next_power_of_2(splits))
+    columns = part * _COMBINED_COLUMNS + _arange(_COMBINED_COLUMNS)
     is_split, in_columns = numbers < splits, columns < size
     logarithms = plgpu.load(
         logarithms_ref.at[sequence, head, numbers, row], mask=is_split, other=-jnp.inf
@@ -240,9 +253,7 @@ def _arange(count: int) -> jax.Array:
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
-    """A product of tiles. Of float32, no bits are dropped."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.dot(x, w, preferred_element_type=jnp.float32)
 
 
 def _manual_axes(inputs: list[jax.Array]) -> dict[str, Any]:
