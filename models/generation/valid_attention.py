@@ -36,11 +36,13 @@ _LEAST_TILE = 16
 _LARGEST_TILE = 64 * 128
 #: Columns that one program combines, of all splits.
 _COMBINED_COLUMNS = 32
+#: The first number of the compute capability of the oldest GPUs that Triton compiles for in JAX.
+_OLDEST_GENERATION = 8
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
-class Blocks:
+class KeyBlocks:
     """The sizes of the kernel's blocks.
 
     Attributes:
@@ -56,14 +58,23 @@ class Blocks:
     stages: int = 3
 
 
-def unsupported_reason(heads: int, size: int, dtype: jax.typing.DTypeLike) -> str | None:
+def unsupported_reason(
+    heads: int, size: int, dtype: jax.typing.DTypeLike, device: Any
+) -> str | None:
     """Why the kernel cannot compute an attention; None if it can.
 
     Args:
       heads: query heads for each key head.
       size: head size.
       dtype: dtype of the heads.
+      device: JAX's device.
     """
+    generation = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    if not generation.isdecimal() or int(generation) < _OLDEST_GENERATION:
+        return (
+            f"its kernel runs on NVIDIA GPUs of compute capability {_OLDEST_GENERATION}.0 or"
+            f" higher, and this is {device.device_kind}"
+        )
     name = jnp.dtype(dtype).name
     if name not in _DTYPES:
         return f"its kernel takes {', '.join(_DTYPES)}, not {name}"
@@ -75,7 +86,7 @@ def unsupported_reason(heads: int, size: int, dtype: jax.typing.DTypeLike) -> st
     return None
 
 
-def blocks_of(query: jax.Array, key: jax.Array, window: int | None) -> Blocks:
+def blocks_of(query: jax.Array, key: jax.Array, window: int | None) -> KeyBlocks:
     """The sizes of blocks for queries [B, K, G, H] and a cache [B, K, C, H]."""
     batch, heads, group, size = query.shape
     capacity = key.shape[2]
@@ -91,7 +102,7 @@ def blocks_of(query: jax.Array, key: jax.Array, window: int | None) -> Blocks:
         combined = 4 * splits * group / (most * key.dtype.itemsize)
         return math.ceil(turns) / turns * (1 + started) + combined
 
-    return Blocks(keys, min(range(1, math.ceil(most / keys) + 1), key=slowness))
+    return KeyBlocks(keys, min(range(1, math.ceil(most / keys) + 1), key=slowness))
 
 
 def attend_to_valid(
@@ -102,7 +113,7 @@ def attend_to_valid(
     window: int | None,
     sinks: jax.Array | None = None,
     *,
-    blocks: Blocks | None = None,
+    blocks: KeyBlocks | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of one token of each sequence, added up in float32.
@@ -158,7 +169,7 @@ def _attend_body(
     *refs: Any,
     window: int | None,
     has_sinks: bool,
-    blocks: Blocks,
+    blocks: KeyBlocks,
 ) -> None:
     """One split of a sequence and key head, with the online softmax of FlashAttention.
 
