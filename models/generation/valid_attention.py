@@ -3,8 +3,9 @@
 XLA reads all of a cache behind a mask. Here a sequence reads the blocks of keys and values that its
 token attends to: those up to its position, and within its window. So that all multiprocessors read,
 the blocks of a sequence and head are divided into splits, a program each, whose results a second
-kernel combines (Dao et al., "Flash-Decoding for long-context inference", 2023). The number of
-splits is fixed when the kernel is traced; which blocks are theirs follows from the position.
+kernel combines (Dao et al., "Flash-Decoding for long-context inference", 2023). Many sequences have
+one split each, and no second kernel. The number of splits is fixed when the kernel is traced; which
+blocks are theirs follows from the position.
 
 JAX has such a kernel, `jax.experimental.pallas.ops.gpu.decode_attention`. It is deprecated, does
 not type its results inside a `shard_map` that checks over which axes values vary, reads the blocks
@@ -173,8 +174,8 @@ def _attend_body(
 ) -> None:
     """One split of a sequence and key head, with the online softmax of FlashAttention.
 
-    With several splits, writes the average of the values and the logarithm of the sum of the
-    weights, without which no average of all splits could be computed.
+    With several splits, writes the average of the values, and the logarithm of the sum of the
+    weights, by which the averages of all splits are weighted.
     """
     _, _, group, size = query_ref.shape
     sequence, head, split = (pl.program_id(i) for i in range(3))
