@@ -33,7 +33,7 @@ def skip_where_refused(case: CacheCase) -> None:
     dtype=["bfloat16", "float16", "float32"],
     window=[None, 1, 64, 300],
     sinks=[False, True],
-    blocks=[None, KeyBlocks(64, 1), KeyBlocks(32, 7, stages=2)],
+    blocks=[None, KeyBlocks(16, 1), KeyBlocks(32, 7, stages=2)],
 )
 def test_values(
     group: int, size: int, dtype: str, window: int | None, sinks: bool, blocks: KeyBlocks | None
