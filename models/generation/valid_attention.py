@@ -213,8 +213,9 @@ def _attend_body(
         scores = plgpu.load(refs[0].at[head, rows], mask=in_rows, other=0).astype(jnp.float32)
         has_sink = split == 0
         sums = (jnp.where(has_sink, scores, sums[0]), sums[1] + has_sink, sums[2])
-    begin, end = lax.div(first, blocks.keys), lax.div(last, blocks.keys) + 1
-    share = lax.div(end - begin + (blocks.splits - 1), blocks.splits)
+    keys, splits = jnp.int32(blocks.keys), jnp.int32(blocks.splits)
+    begin, end = lax.div(first, keys), lax.div(last, keys) + 1
+    share = lax.div(end - begin + (splits - 1), splits)
     begin += split * share
     highest, total, attended = lax.fori_loop(
         begin, jnp.minimum(begin + share, end), add_block, sums
@@ -237,7 +238,7 @@ def _combine_body(parts_ref: Any, logarithms_ref: Any, out_ref: Any) -> None:
     """Columns of the average of all splits of a query head. Empty ones weigh nothing."""
     _, _, splits, group, size = parts_ref.shape
     sequence, number, part = (pl.program_id(i) for i in range(3))
-    head, row = lax.div(number, group), lax.rem(number, group)
+    head, row = lax.div(number, jnp.int32(group)), lax.rem(number, jnp.int32(group))
     numbers = _arange(pl.next_power_of_2(splits))
     columns = part * _COMBINED_COLUMNS + _arange(_COMBINED_COLUMNS)
     is_split, in_columns = numbers < splits, columns < size
