@@ -99,7 +99,7 @@ def test_other_weights_are_refused_by_a_resume(trained: Path, capsys: pytest.Cap
     ("flags", "sentence"),
     [
         ("", "lora.rank=None, lora.train='': the checkpoint has the state of a run that trained"
-         " other parameters; resume with --lora.rank 8, with --lora.train 'layers.*norm.scale', or"),
+         " other parameters; resume with --lora.rank 8, with --lora.train 'layers.*norm.scale'"),
         ("--lora.rank 4 --lora.train layers.*norm.scale", "lora.rank=4: the checkpoint has"),
         ("--lora.rank 8", "lora.train='': the checkpoint has"),
         ("--lora.rank 8 --lora.train layers.*norm.scale --lora.targets q_proj,v_proj",
