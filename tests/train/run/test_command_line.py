@@ -251,7 +251,8 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--resume", "resume: expected checkpoint_dir too; add --checkpoint-dir DIR"),
         ("--profile 3", "profile='3': expected FIRST:LAST"),
         ("--steps 0", "steps=0: expected at least 1"),
-        ("--overlap sometimes", "overlap='sometimes': expected auto, rewrite, rewrite-jit, or"),
+        ("--overlap sometimes", "overlap='sometimes': expected auto, rewrite, rewrite-jit, or"
+         " one or several of xla, ring, ring_two_way, ring_direct, one_shot, fused, separated by"),
         ("--overlap ring,sometimes", "overlap='ring,sometimes': expected auto, rewrite"),
         ("--fp8 tensorwise --overlap rewrite", "would not be those of this recipe; choose"),
         ("--fp8 rowwise --fp8-layers mlp", "'mlp' matches none of the layers layers.att"),
