@@ -132,15 +132,16 @@ def describe_prediction(
 
 
 def _print_memory(memory: Memory, config: Config, console: Console) -> None:
-    table = Table("bytes per device", "", box=None)
+    table = Table("bytes per device, when a step uses most", "", box=None)
     dtypes = config.compute_dtype + (" and 8 bits" if config.fp8 else "")
     sizes = {
         "parameters": memory.parameters,
         f"optimizer state ({config.optimizer.kind})": memory.optimizer_state,
-        f"weights in {dtypes}, when most is in use": memory.weights,
-        "activations and gradients, then": memory.activations,
+        f"weights in {dtypes}": memory.weights,
+        "activations and gradients": memory.activations,
         "total": memory.total,
     }
     for name, size in sizes.items():
-        table.add_row(name, f"{size:,}")
+        if size:
+            table.add_row(name, f"{size:,}")
     console.print(table)

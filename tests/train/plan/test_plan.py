@@ -420,6 +420,10 @@ def test_a_resumed_run_keeps_its_mesh(monkeypatch) -> None:
     assert planned_mesh_sizes(begins, 8, 8, H100) == MeshSizes(fsdp=8)
     asked = dataclasses.replace(run, mesh=MeshConfig(tensor=2))
     assert planned_mesh_sizes(asked, 8, 8, H100) == MeshSizes(fsdp=4, tensor=2)
+    for kind in (H100, "cpu"):
+        assert planned_mesh_sizes(run, 8, 8, kind) == MeshSizes(fsdp=2, tensor=4)
+        others = dataclasses.replace(run, mesh=MeshConfig(fsdp=4))
+        assert planned_mesh_sizes(others, 8, 8, kind).fsdp == 4
 
 
 def test_every_gpu_of_a_dry_run_has_rates() -> None:
