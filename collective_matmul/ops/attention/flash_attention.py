@@ -22,9 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.hardware import traced_device
+from collective_matmul.jaxprs.scratch import declare_scratch
 from collective_matmul.ops.attention.kernel import AttentionKernel, Gradients, Parts
 from collective_matmul.ops.attention.request import AttentionRequest
 from collective_matmul.ops.attention.segments import Segments
@@ -269,3 +271,17 @@ def _by_sequence(log_sum_exp: jax.Array, query: jax.Array, segments: Segments | 
     if segments is None:
         return log_sum_exp
     return jnp.swapaxes(log_sum_exp.reshape(-1, *query.shape[:2]), 0, 1)
+
+
+def _scratch_of_backward(equation: JaxprEqn) -> int:
+    """Bytes of the float32 sums that a backward allocates.
+
+    They are the gradient of the queries, and those of keys and values that several heads share.
+    """
+    _, query, key, *_ = (v.aval for v in equation.invars)
+    shared = query.shape[-2] != key.shape[-2]
+    return 4 * (query.size + (2 * key.size if shared else 0))
+
+
+for _name in (_BACKWARD, _BACKWARD_OF_SEGMENTS):
+    declare_scratch(_PREFIX + _name, _scratch_of_backward)

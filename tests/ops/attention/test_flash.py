@@ -13,6 +13,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import dot_product_attention
+from collective_matmul.jaxprs import scratch_bytes
 from collective_matmul.ops.attention import flash_attention
 from collective_matmul.ops.attention.choice import KERNELS
 from collective_matmul.ops.attention.request import AttentionRequest
@@ -167,3 +169,20 @@ def test_what_it_takes(device: Any, dtype: str, size: int, sentence: str | None)
     with jax.sharding.use_abstract_mesh(mesh):
         reason = KERNELS["flash3"].unsupported_reason(request)
     assert (reason is None) if sentence is None else (sentence in str(reason))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("key_value_heads", "keys"), [(2, 2 * 24 * 2 * 16), (8, 0)])
+def test_the_sums_that_the_backward_allocates_are_known(key_value_heads: int, keys: int) -> None:
+    """Float32 gradients of queries, and of keys and values that several query heads share."""
+    shapes = [(1, 24, heads, 16) for heads in (8, key_value_heads, key_value_heads)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        out = dot_product_attention(*arrays, implementation="flash3")
+        return out.astype(jnp.float32).sum()
+
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H100)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*arguments).jaxpr
+    assert scratch_bytes(jaxpr) == 4 * (24 * 8 * 16 + keys)
