@@ -85,7 +85,7 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
 
 
 def _about_attention(config: Config, decision: AttentionDecision) -> list[str]:
-    """What a machine needs for its kernel of attention, or for a faster one, as lines."""
+    """Lines that say what a machine needs for its kernel of attention, or for a faster one."""
     if decision.missing is not None:
         name = decision.implementation
         return [f"{name} is planned for another machine, which needs it; here {decision.missing}"]

@@ -53,7 +53,7 @@ class FlashAttention3(AttentionKernel):
     takes_parts = True
 
     def unsupported_reason(self, request: AttentionRequest) -> str | None:
-        """It takes Hopper GPUs, half precision, and heads of up to 256."""
+        """Allows Hopper GPUs, half precision, and heads of up to 256."""
         device = traced_device()
         if device.platform not in ("gpu", "cuda") or not _is_hopper(device.device_kind):
             return f"it runs on Hopper GPUs, and this is {device.device_kind}"

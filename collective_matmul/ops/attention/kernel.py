@@ -57,7 +57,7 @@ class AttentionKernel(Protocol):
         ...
 
     def missing_reason(self) -> str | None:
-        """What this installation lacks to execute any request, likewise; None: nothing."""
+        """Names the part of this installation that every request lacks, likewise; None: it is whole."""
         return None
 
     def forward(
