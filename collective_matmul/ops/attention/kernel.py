@@ -57,7 +57,7 @@ class AttentionKernel(Protocol):
         ...
 
     def missing_reason(self) -> str | None:
-        """Names the part of this installation that every request lacks, likewise; None: it is whole."""
+        """Names the part of this installation that every request lacks; None if it is whole."""
         return None
 
     def forward(
