@@ -53,7 +53,7 @@ class FlashAttention3(AttentionKernel):
     takes_parts = True
 
     def unsupported_reason(self, request: AttentionRequest) -> str | None:
-        """Hopper GPUs, half precision, heads of up to 256, and the package."""
+        """Allows Hopper GPUs, half precision, and heads of up to 256."""
         device = traced_device()
         if device.platform not in ("gpu", "cuda") or not _is_hopper(device.device_kind):
             return f"it runs on Hopper GPUs, and this is {device.device_kind}"
@@ -65,6 +65,10 @@ class FlashAttention3(AttentionKernel):
             return f"it takes positive scales, not {request.scale}"
         if request.differentiated and _DETERMINISTIC in os.environ.get("XLA_FLAGS", ""):
             return f"its gradients are added in no fixed order, and XLA_FLAGS has {_DETERMINISTIC}"
+        return None
+
+    def missing_reason(self) -> str | None:
+        """See `AttentionKernel`: the package, and a release of JAX that it is for."""
         return missing_reason()
 
     def forward(
