@@ -17,7 +17,7 @@ import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -278,7 +278,7 @@ def _scratch_of_backward(equation: JaxprEqn) -> int:
 
     They are the gradient of the queries, and those of keys and values that several heads share.
     """
-    _, query, key, *_ = (v.aval for v in equation.invars)
+    query, key = (cast(Any, v.aval) for v in equation.invars[1:3])
     shared = query.shape[-2] != key.shape[-2]
     return 4 * (query.size + (2 * key.size if shared else 0))
 
