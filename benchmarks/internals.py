@@ -29,7 +29,7 @@ from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
 )
 from collective_matmul.operands.format import FORMATS, PLAIN, Format
 from collective_matmul.operands.scaled.scaled_chunks import multiply as multiply_in_place
-from collective_matmul.ops.attention.choice import KERNELS as ATTENTION_KERNELS
+from collective_matmul.ops.attention import choice as attention_choice
 from collective_matmul.ops.attention.request import AttentionRequest
 from collective_matmul.ops.matmul.backend import MatmulBackend as Backend
 from collective_matmul.ops.matmul.backends import BACKENDS, REFERENCE

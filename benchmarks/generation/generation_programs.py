@@ -23,7 +23,7 @@ from models.generation.generator import CACHE_SPEC
 
 #: Tokens of a launch.
 LAUNCH = 16
-#: Tokens that the cache has place for after the prompt. All of the cache is read.
+#: Tokens that the cache has place for after the prompt. JAX's own matmuls read all of the cache.
 ROOM = 512
 #: Programs that are compiled at the same time.
 _COMPILING = 16
@@ -45,6 +45,7 @@ def make_generator(
         mesh=mesh,
         implementation={"auto": None, "baseline": "xla", "plain": "xla"}.get(name, name),
         dtype=dtype,
+        cache_attention={"baseline": "xla", "plain": "xla"}.get(name),
         jit={"baseline": jax.jit, "plain": _plain}.get(name, _Deciding),
     )
 

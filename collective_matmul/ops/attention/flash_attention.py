@@ -17,7 +17,7 @@ import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class FlashAttention3(AttentionKernel):
     takes_parts = True
 
     def unsupported_reason(self, request: AttentionRequest) -> str | None:
-        """Hopper GPUs, half precision, heads of up to 256, and the package."""
+        """Allows Hopper GPUs, half precision, and heads of up to 256."""
         device = traced_device()
         if device.platform not in ("gpu", "cuda") or not _is_hopper(device.device_kind):
             return f"it runs on Hopper GPUs, and this is {device.device_kind}"
@@ -65,6 +65,10 @@ class FlashAttention3(AttentionKernel):
             return f"it takes positive scales, not {request.scale}"
         if request.differentiated and _DETERMINISTIC in os.environ.get("XLA_FLAGS", ""):
             return f"its gradients are added in no fixed order, and XLA_FLAGS has {_DETERMINISTIC}"
+        return None
+
+    def missing_reason(self) -> str | None:
+        """See `AttentionKernel`: the package, and a release of JAX that it is for."""
         return missing_reason()
 
     def forward(
@@ -274,7 +278,7 @@ def _scratch_of_backward(equation: JaxprEqn) -> int:
 
     They are the gradient of the queries, and those of keys and values that several heads share.
     """
-    _, query, key, *_ = (v.aval for v in equation.invars)
+    query, key = (cast(Any, v.aval) for v in equation.invars[1:3])
     shared = query.shape[-2] != key.shape[-2]
     return 4 * (query.size + (2 * key.size if shared else 0))
 

@@ -28,8 +28,9 @@ XLA: Any = XlaAttention()
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package is here, for all that tracing needs."""
-    monkeypatch.setattr(flash_attention, "missing_reason", lambda: None)
+    """The package can execute everything here, for all that tracing needs."""
+    for reason in ("unsupported_reason", "missing_reason"):
+        monkeypatch.setattr(type(KERNELS["flash3"]), reason, lambda *_: None)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -95,15 +96,16 @@ def library(name: str, results: Any, **_: Any) -> Any:
 )
 def test_values_and_gradients(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.ffi, "ffi_call", library)
-    monkeypatch.setattr(type(KERNELS["flash3"]), "unsupported_reason", lambda *_: None)
     case = AttentionCase(implementation="flash3", **options)
     case.check(case.run())
 
 
-@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("segments", [False, True])
 def test_it_is_traced_and_lowered_without_gpus(segments: bool) -> None:
-    """Results vary over the axes of the operands, as `check_vma` wants. Scratch memory counts."""
+    """Nor with the package. Results vary over the axes of the operands, as `check_vma` wants.
+
+    Scratch memory counts.
+    """
     case = AttentionCase(256, 4, 64, "bfloat16", segments=segments, implementation="flash3")
     operands, cotangent = case.arrays()
     ids = np.zeros((2, 256), np.int32) if segments else None
@@ -146,7 +148,6 @@ def test_reasons_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason("0.12.0", here) is None
 
 
-@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("device", "dtype", "size", "sentence"),
     [
