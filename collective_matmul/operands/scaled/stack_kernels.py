@@ -32,13 +32,14 @@ Scale = Callable[[jax.Array], jax.Array]
 _COLUMNS, _STEP = 32, 512
 #: Offsets are 32-bit numbers.
 _ELEMENTS = 2**31
-#: The numbers of the rows of one program.
-_ROW_NUMBERS = 4096
+#: The numbers of the rows of one program; and the longest row that it has registers for.
+_ROW_NUMBERS, LONGEST_ROW = 4096, 16384
 
 
 def can_convert(ws: Sequence[Array]) -> bool:
     """Whether the kernels convert these stacks: on a Hopper GPU, where XLA divides no arrays."""
-    return device.target() is not None and on_one_device() and all(w.size < _ELEMENTS for w in ws)
+    fit = all(w.size < _ELEMENTS and w.shape[-1] <= LONGEST_ROW for w in ws)
+    return device.target() is not None and on_one_device() and fit
 
 
 def in_columns(

@@ -26,7 +26,7 @@ from collective_matmul._compat import varying_axes
 from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.grouped_matmul.grouped_matmul import OuterPart
 from collective_matmul.operands.grouped import Conversion
-from collective_matmul.operands.scaled.stack_kernels import or_nan
+from collective_matmul.operands.scaled.stack_kernels import LONGEST_ROW, or_nan
 from collective_matmul.ops.experts.grouped.tiles import starts_of, tiles_of
 
 
@@ -393,6 +393,8 @@ def _map_body(
 
 def _local_rows(conversion: Conversion, arrays: Sequence[Any]) -> Any:
     """Operands as `Format.local_rows` makes them of arrays, or of their shapes; None if not."""
+    if pl.next_power_of_2(arrays[0].shape[1]) > LONGEST_ROW:
+        return None
 
     def made(*arrays: jax.Array) -> Any:
         return conversion.format.local_rows(arrays, of_gradient=conversion.of_gradient)
