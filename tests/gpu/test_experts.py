@@ -13,6 +13,7 @@ from tests.conftest import MeshFactory, skip_without
 from tests.hopper import skip_without_hopper
 from tests.ops.experts.reference import Case
 from tests.ops.experts.rounded_reference import RULES, check
+from tests.ops.experts.test_prequantize_experts import Frozen, QuantizedBefore
 
 pytestmark = pytest.mark.gpu
 
@@ -84,3 +85,20 @@ def test_operands_in_8_bits(case: Case, make_mesh: MeshFactory) -> None:
     again = jax.jit(case.program(make_mesh(dict(case.axes))))(case.arrays())
     for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
         assert np.array_equal(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize("fp8", list(RULES))
+def test_weights_that_were_quantized_before(fp8: str, make_mesh: MeshFactory) -> None:
+    """Results and gradients are those of arrays; frozen weights have none."""
+    skip_without(2)
+    sizes: dict[str, Any] = {"width": 256, "hidden": 384, "tokens": 304}
+    case = replace(case_of(2, "ring_direct", options={"fp8": fp8}, **sizes), grouped=None)
+    if jax.default_backend() == "cpu":
+        case = replace(case, grouped="xla")
+    mesh = make_mesh(dict(case.axes))
+    wanted = jax.jit(case.program(mesh))(case.arrays())
+    for kind, names in ((QuantizedBefore, wanted._fields), (Frozen, ("y", "dx", "dweights"))):
+        actual = jax.jit(kind.of(case).program(mesh))(case.arrays())
+        for name in names:
+            value, other = (np.asarray(getattr(each, name)) for each in (actual, wanted))
+            np.testing.assert_array_equal(value, other, err_msg=name)
