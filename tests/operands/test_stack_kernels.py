@@ -110,7 +110,7 @@ def test_which_stacks_the_kernels_convert(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("transposed", "terms"), [(False, 1), (True, 2)])
-@pytest.mark.parametrize("shape", [(4, 2048, 768), (2, 4096, 14336), (3, 520, 40)])
+@pytest.mark.parametrize("shape", [(4, 2048, 768), (1, 1024, 14336), (3, 520, 40)])
 def test_on_a_gpu(shape: tuple[int, ...], transposed: bool, terms: int) -> None:
     """Its division may differ from XLA's in the last place of a scale's inverse."""
     skip_without_hopper()
@@ -123,4 +123,4 @@ def test_on_a_gpu(shape: tuple[int, ...], transposed: bool, terms: int) -> None:
         values, numbers = (np.asarray(each.values, np.float32) for each in (one, other))
         np.testing.assert_array_equal(np.isnan(values), np.isnan(numbers))
         assert (np.nan_to_num(values) != np.nan_to_num(numbers)).mean() < 1e-3
-        np.testing.assert_allclose(values, numbers, rtol=0.26)
+        np.testing.assert_allclose(values, numbers, rtol=0.26, atol=2.0**-8)
