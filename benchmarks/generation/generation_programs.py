@@ -32,6 +32,9 @@ _REFERENCES = ("plain", "baseline", "xla")
 
 #: Of prefill and of decoding.
 Programs = tuple[Callable, Callable]
+#: The candidate that reads only the valid part of caches.
+VALID = "auto, valid cache"
+_IMPLEMENTATIONS = {"auto": None, VALID: None, "baseline": "xla", "plain": "xla"}
 #: Why candidates have no times.
 Failures = dict[str, str]
 
@@ -43,9 +46,11 @@ def make_generator(
     return Generator(
         config,
         mesh=mesh,
-        implementation={"auto": None, "baseline": "xla", "plain": "xla"}.get(name, name),
+        implementation={"auto": None, VALID: None, "baseline": "xla", "plain": "xla"}.get(
+            name, name
+        ),
         dtype=dtype,
-        cache_attention={"baseline": "xla", "plain": "xla"}.get(name),
+        cache_attention="triton" if name == VALID else None,
         jit={"baseline": jax.jit, "plain": _plain}.get(name, _Deciding),
     )
 
