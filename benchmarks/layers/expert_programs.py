@@ -124,11 +124,8 @@ def plain(product: Callable[[str], GroupedMatmul], *, recompute: bool = False) -
         local = gather(ids).reshape(-1) - lax.axis_index(AXIS) * gate.shape[0]
         here = jnp.where((local >= 0) & (local < gate.shape[0]), local, gate.shape[0])
         numbers = here * here.size + jnp.arange(here.size, dtype=jnp.int32)
-        order = (
-            jnp.sort(numbers) % here.size
-            if here.size * (gate.shape[0] + 1) < 2**31
-            else (jnp.argsort(here))
-        )
+        fits = here.size * (gate.shape[0] + 1) < 2**31
+        order = jnp.sort(numbers) % here.size if fits else jnp.argsort(here)
         sizes = jnp.sum(here[:, None] == jnp.arange(gate.shape[0]), axis=0, dtype=jnp.int32)
         y = experts(gather(x), gather(weights), gate, up, down, order, sizes)
         return lax.psum_scatter(y, AXIS, tiled=True)
