@@ -15,6 +15,7 @@ from collective_matmul.layers.linear.linear import ColumnParallelLinear, RowPara
 from collective_matmul.layers.parallelize.nnx_adapters import base_of
 from collective_matmul.layers.parallelize.nnx_shared import shared_layers
 from collective_matmul.layers.sharding_context import LocalShards
+from collective_matmul.operands.quantized import array_of
 from collective_matmul.ops.matmul.prequantize import prequantize
 
 Linear = ColumnParallelLinear | RowParallelLinear
@@ -63,7 +64,7 @@ def prequantize_kernels(model: nnx.Module, *, weight_axis_name: str | None = Non
             weight_dimension=dimension,
         )
         for parameter, each in zip(parameters, quantized, strict=True):
-            parameter.set_value(each.with_array(parameter.get_value()))
+            parameter.set_value(each.with_array(array_of(parameter.get_value())))
     return nnx.state(model)
 
 

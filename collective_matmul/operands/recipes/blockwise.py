@@ -54,10 +54,19 @@ class Blockwise(Recipe):
         values = lax.slice_in_dim(values, 0, x.shape[-1], axis=-1)
         return self.packed(values, scale[..., 0], x)
 
+    def magnitudes(self, w: Array) -> None:
+        """None: those of blocks are found with their scales."""
+        del w
+
     def scaled(
-        self, ws: Sequence[Array], axis_name: str | None, dimension: int
+        self,
+        ws: Sequence[Array],
+        axis_name: str | None,
+        dimension: int,
+        largest: Sequence[jax.Array] | None = None,
     ) -> tuple[ScaledMatrix, ...]:
         """Scaled matrices of weights; see `Recipe`."""
+        del largest
         blocks = (_rounded_blocks(w.T, self.dtype, axis_name, 1 - dimension) for w in ws)
         pairs = zip(blocks, ws, strict=True)
         return tuple(ScaledMatrix(values, scales, w.dtype) for (values, scales), w in pairs)
