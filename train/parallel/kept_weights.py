@@ -106,7 +106,6 @@ class Magnitudes:
         inputs = math.prod(kernel.shape[: self.inputs])
         return kernel.astype(self.dtype).reshape(inputs, -1)
 
-
     def on_mesh(self, kernel: jax.ShapeDtypeStruct, spec: P, tensor: int) -> Magnitudes:
         """Global shapes of those of a parameter.
 
@@ -128,22 +127,28 @@ class Magnitudes:
 MAGNITUDES_SPEC = P("tensor")
 
 
-def quantized_kernels(model: nnx.Module) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
-    """The layers whose calls quantize their kernels as devices have them, by the kernel's path.
-
-    Not those that first take their columns of a kernel that several devices have.
-    """
-
-    def quantizes(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
-        if isinstance(layer, ColumnParallelLinear):
-            return layer.gather_dimension is not None and layer.copies == 1
-        return True
-
+def quantizing_layers(model: nnx.Module) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+    """The layers that quantize their kernels, by the path of the kernel."""
     return {
-        ".".join(map(str, (*path, "kernel"))): module
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        if module.fp8 is not None and quantizes(module)
+        ".".join(map(str, (*path, "kernel"))): layer
+        for path, layer in nnx.iter_modules(model)
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+        if layer.fp8 is not None and getattr(layer, "gather_dimension", 0) is not None
+    }
+
+
+def known_kernels(model: nnx.Module) -> dict[str, tuple[str, int]]:
+    """The kernels that layers quantize as devices have them, by their path.
+
+    Not those of which several devices have all columns, and each takes its own.
+
+    Returns:
+      Of each kernel the recipe, and the number of dimensions that are input features.
+    """
+    return {
+        name: (layer.fp8, len(layer.kernel_shape[0]))
+        for name, layer in quantizing_layers(model).items()
+        if layer.fp8 is not None and getattr(layer, "copies", 1) == 1
     }
 
 

@@ -41,7 +41,8 @@ from train.parallel.kept_weights import (
     Magnitudes,
     keeps_magnitudes,
     keeps_weights,
-    quantized_kernels,
+    known_kernels,
+    quantizing_layers,
 )
 from train.parallel.mesh import shard_axes_of
 from train.parallel.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
@@ -148,9 +149,9 @@ class ModelFunctions:
         if not keeps_magnitudes(config, sizes):
             return {}
         kept: dict[str, Magnitudes] = {}
-        for name, layer in quantized_kernels(nnx.eval_shape(lambda: self._build(config))).items():
-            inputs = len(layer.kernel_shape[0])
-            of = Magnitudes(None, layer.fp8, self.compute_dtype, inputs, self._stacked(name))
+        kernels = known_kernels(nnx.eval_shape(lambda: self._build(config)))
+        for name, (fp8, inputs) in kernels.items():
+            of = Magnitudes(None, fp8, self.compute_dtype, inputs, self._stacked(name))
             kept[name] = of.on_mesh(self.abstract_params[name], self.specs[name], sizes.tensor)
         # Formats that make no use of them have none.
         return {name: each for name, each in kept.items() if each.values is not None}
@@ -161,8 +162,9 @@ class ModelFunctions:
         kept = self.matrices
         if self.fp8 is not None:
             # What is quantized is read in float32, and stored in 8 bits.
-            weights = jax.eval_shape(self.prequantize, self.abstract_params)
-            kept = {name for name in kept if not isinstance(weights[name], Quantized)}
+            model = nnx.eval_shape(lambda: self._build(config))
+            kept = kept - quantizing_layers(model).keys()
+            kept -= {"embedding"} if model.head_fp8 is not None else set()
         # A table that only looks tokens up reads few rows.
         return sorted(name for name in kept if name != "embedding" or config.model.tied_head)
 

@@ -27,7 +27,7 @@ from collective_matmul.ops.matmul import checks
 
 @overload
 def prequantize(
-    w: jax.Array,
+    w: jax.Array | Quantized,
     fp8: str,
     *,
     weight_axis_name: str | None = None,
@@ -35,7 +35,7 @@ def prequantize(
 ) -> Quantized: ...
 @overload
 def prequantize(
-    w: Sequence[jax.Array],
+    w: Sequence[jax.Array | Quantized],
     fp8: str,
     *,
     weight_axis_name: str | None = None,
@@ -61,7 +61,8 @@ def prequantize(w, fp8, *, weight_axis_name=None, weight_dimension=0):
         q = prequantize(w.astype(x.dtype), "rowwise", weight_axis_name="fsdp").with_array(w)
 
     Args:
-      w: [K, *N] as the op takes it, in the dtype of x, or a sequence of such; or their shards.
+      w: [K, *N] as the op takes it, in the dtype of x, or a sequence of such; or their shards. They
+        may be results of `prescale`.
       fp8: the recipe, or the name of a registered format, as the op takes it.
       weight_axis_name: a mesh axis that shards the weights, as the op takes it; None: they are
         whole.
