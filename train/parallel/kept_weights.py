@@ -1,8 +1,7 @@
-"""What a step writes for the next one beside the parameters that it updates, and makes of them.
+"""Weights in the compute dtype, and largest magnitudes of those in 8 bits, for the next step.
 
-These are weights in the compute dtype, and the largest magnitudes of weights that layers multiply
-in 8 bits. The optimizer's pass over the parameters writes both. If the step that uses them made
-them, that would be a pass of its own, which reads the parameters once more.
+The optimizer's pass over the parameters writes both. If the step that uses them made them,
+that would be a pass of its own, which reads the parameters once more.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Magnitudes:
     stacked: int = field(metadata={"static": True})
 
     def of(self, parameter: jax.Array) -> Magnitudes:
-        """Those of another local parameter."""
+        """The magnitudes of another local parameter."""
 
         def found(kernel: jax.Array) -> Any:
             return prescale(self._matrix(kernel), self.fp8).magnitudes
@@ -107,7 +106,7 @@ class Magnitudes:
         return kernel.astype(self.dtype).reshape(inputs, -1)
 
     def on_mesh(self, kernel: jax.ShapeDtypeStruct, spec: P, tensor: int) -> Magnitudes:
-        """Global shapes of those of a parameter.
+        """Global shapes of the magnitudes of a parameter.
 
         Args:
           kernel: global shape and dtype of the parameter.

@@ -149,12 +149,17 @@ class ModelFunctions:
         if not keeps_magnitudes(config, sizes):
             return {}
         kept: dict[str, Magnitudes] = {}
-        kernels = known_kernels(nnx.eval_shape(lambda: self._build(config)))
+        kernels = known_kernels(self._abstract_model())
         for name, (fp8, inputs) in kernels.items():
             of = Magnitudes(None, fp8, self.compute_dtype, inputs, self._stacked(name))
             kept[name] = of.on_mesh(self.abstract_params[name], self.specs[name], sizes.tensor)
         # Formats that make no use of them have none.
         return {name: each for name, each in kept.items() if each.values is not None}
+
+    def _abstract_model(self) -> Llama:
+        """The model with shapes for parameters, all of which are trained."""
+        shapes: Any = self.abstract_params
+        return self.merge(shapes)
 
     def _names_of_kept_weights(self, config: Config, sizes: MeshSizes) -> list[str]:
         if not keeps_weights(config, sizes):
@@ -162,7 +167,7 @@ class ModelFunctions:
         kept = self.matrices
         if self.fp8 is not None:
             # What is quantized is read in float32, and stored in 8 bits.
-            model = nnx.eval_shape(lambda: self._build(config))
+            model = self._abstract_model()
             kept = kept - quantizing_layers(model).keys()
             kept -= {"embedding"} if model.head_fp8 is not None else set()
         # A table that only looks tokens up reads few rows.

@@ -115,7 +115,7 @@ class Recipe(Format):
         return self._oriented(ws, None, transposed, sharding)
 
     def magnitudes(self, w: Array) -> Any:
-        """Those of the columns [1, N] and of the rows [K, 1]."""
+        """The largest of each column [1, N], and of each row [K, 1]."""
         return largest_magnitude(w, (0,)), largest_magnitude(w, (1,))
 
     def matrices_with_magnitudes(

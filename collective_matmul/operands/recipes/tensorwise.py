@@ -50,11 +50,11 @@ class Tensorwise(Recipe):
         return next_power_of_two(scale_of(largest, dtype))
 
     def magnitudes(self, w: Array) -> Any:
-        """That of the array, [1, 1]."""
+        """The largest of the array, [1, 1]."""
         return largest_magnitude(w, (0, 1))
 
     def largest_of_columns(self, magnitudes: Any, transposed: bool) -> jax.Array:
-        """That of all columns, which are those of the transpose too."""
+        """The largest of all columns, which is that of the transpose too."""
         del transposed
         return magnitudes
 

@@ -102,7 +102,7 @@ def test_no_pass_finds_what_is_known(fp8: Any) -> None:
 
 
 def test_magnitudes_by_recipe() -> None:
-    """Those of the array, or of columns and rows, also of weights [K, *N]; blocks have none."""
+    """One of an array, or of columns and rows, also of weights [K, *N]; blocks have none."""
     w = jax.random.normal(jax.random.key(0), (64, 8, 4))
     matrix = np.abs(w).reshape(64, 32)
     assert prescale(w, "tensorwise").magnitudes == np.max(matrix)
