@@ -35,9 +35,9 @@ def keeps_weights(config: Config, sizes: MeshSizes) -> bool:
       config: the configuration.
       sizes: the mesh.
     """
-    if not _uses_whole_weights(config, sizes):
-        return False
-    if config.remat != "none" or config.compute_dtype == "float32":
+    gathers = config.zero > 0 and sizes.weight_shards > 1
+    freezes = Training(config.lora, config.freeze).freezes
+    if gathers or freezes or config.remat != "none" or config.compute_dtype == "float32":
         return False
     # Programs that `overlap` rewrites make their weights, and quantize them, themselves.
     return config.overlap != "rewrite-jit" and not (config.overlap == "rewrite" and config.fp8)
@@ -46,19 +46,20 @@ def keeps_weights(config: Config, sizes: MeshSizes) -> bool:
 def keeps_magnitudes(config: Config, sizes: MeshSizes) -> bool:
     """Whether a state has the largest magnitudes of weights that layers multiply in 8 bits.
 
+    They are kept where XLA finds them in the one pass of the optimizer: where gradients reach it in
+    half precision, as they are neither summed over devices nor added up. Beside float32 gradients,
+    XLA divides that pass into two if it also has to find them, and moves more bytes.
+
     Args:
       config: the configuration.
       sizes: the mesh.
     """
     if config.fp8 is None or config.overlap in ("rewrite", "rewrite-jit"):
         return False
-    return _uses_whole_weights(config, sizes)
-
-
-def _uses_whole_weights(config: Config, sizes: MeshSizes) -> bool:
-    """Whether all parameters are trained, and each step uses them as devices have them."""
-    gathers = config.zero > 0 and sizes.weight_shards > 1
-    return not gathers and not Training(config.lora, config.freeze).freezes
+    if config.compute_dtype == "float32" or config.gradient_accumulation_steps > 1:
+        return False
+    is_summed = sizes.data * sizes.fsdp * sizes.context > 1
+    return not is_summed and not Training(config.lora, config.freeze).freezes
 
 
 @jax.tree_util.register_dataclass
