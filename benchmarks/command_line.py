@@ -12,7 +12,7 @@ from benchmarks.generation import generation
 from benchmarks.layers import attention, context, experts
 from benchmarks.measuring.settings import Settings, choose_platform
 from benchmarks.ops import configs, fp8_matmuls, ops, tilings
-from benchmarks.processes import process_rings, processes
+from benchmarks.processes import processes
 from benchmarks.step import stack, step, train
 
 _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
@@ -26,14 +26,13 @@ _BENCHMARKS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "experts": (experts.Experts, experts.run),
     "fp8_matmuls": (fp8_matmuls.Fp8Matmuls, fp8_matmuls.run),
     "processes": (processes.Processes, processes.run),
-    "process_rings": (process_rings.ProcessRings, process_rings.run),
     "configs": (configs.Configs, configs.run),
     "tilings": (tilings.Tilings, tilings.run),
 }
 
 
 #: These look for devices in processes of their own.
-_IN_OTHER_PROCESSES = (configs.Configs, processes.Processes, process_rings.ProcessRings)
+_IN_OTHER_PROCESSES = (configs.Configs, processes.Processes)
 
 
 def main(arguments: Sequence[str]) -> None:

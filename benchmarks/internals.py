@@ -10,12 +10,14 @@ measurements mean the same.
 
 from __future__ import annotations
 
+from collective_matmul.agreement import exchange
 from collective_matmul.data import MeasuredData, Record, shipped
 from collective_matmul.dispatch.contract import Configuration
 from collective_matmul.dispatch.recording import Decision
 from collective_matmul.dispatch.repetitions import filler
 from collective_matmul.dispatch.selection import reference_alone
 from collective_matmul.dispatch.tables.table import COMPUTE_ONLY
+from collective_matmul.jit.communication_order import communication_order
 from collective_matmul.mosaic_gpu.device import target as kernel_target
 from collective_matmul.mosaic_gpu.hopper_matmul.chunk_matmul import shared_launch
 from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
@@ -27,7 +29,7 @@ from collective_matmul.mosaic_gpu.hopper_matmul.tiling import (
 )
 from collective_matmul.operands.format import FORMATS, PLAIN, Format
 from collective_matmul.operands.scaled.scaled_chunks import multiply as multiply_in_place
-from collective_matmul.ops.attention.choice import KERNELS as ATTENTION_KERNELS
+from collective_matmul.ops.attention import choice as attention_choice
 from collective_matmul.ops.attention.request import AttentionRequest
 from collective_matmul.ops.matmul.backend import MatmulBackend as Backend
 from collective_matmul.ops.matmul.backends import BACKENDS, REFERENCE

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from collective_matmul.dispatch.decision_table import WIDTH, Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
@@ -66,7 +67,8 @@ class Explanation:
         of type Explicit shard. Without, there is nothing to explain or to replace.
       auto_axes: mesh axes of type Auto, over which types of arrays show nothing.
       runs: how often a run of the program executes the ops and collectives of each line of the
-        table. Branches count as taken, loops of unknown length as one step.
+        table. Branches count as taken, loops of unknown length as one step, and what computes
+        nothing that the program returns as not run.
       verbose: whether the table has lines of what is left alone, and not their number alone.
       merged: the gathers that XLA merges with others of the same array, of ops that it executes.
       merged_by_reference: those that it would merge if its collectives executed all ops. Totals are
@@ -280,9 +282,10 @@ class _RecordedTrace:
 
     def explanation(self, allowed: bool | Disallowed) -> Explanation:
         """The explanation; `allowed` is for what `overlap` would replace."""
+        program = _without_dead_code(self.program)
         # Sites are found after the function is traced: decisions about them are not recorded.
         with peer_kernels_allowed(allowed):
-            plain, keys = sites_and_keys(self.program)
+            plain, keys = sites_and_keys(program)
         # What `overlap` left alone, it left alone for its own arguments.
         by_key = {site.key: site for site in self.considered}
         plain = [by_key.get(site.key, site) for site in plain]
@@ -290,7 +293,7 @@ class _RecordedTrace:
         def key_of(equation: JaxprEqn) -> tuple | None:
             return collective_key(equation) or keys.get(id(equation))
 
-        ops, collectives = self.counter.runs(self.program.jaxpr, key_of)
+        ops, collectives = self.counter.runs(program.jaxpr, key_of)
         runs = {line_of(each): ops[self.counter.number_of(each)] for each in self.decisions}
         return Explanation(
             tuple(self.decisions),
@@ -298,7 +301,7 @@ class _RecordedTrace:
             runs | _runs_of_plain(plain, collectives),
             shows_communication(self.program),
             auto_axes=auto_axes(self.program.jaxpr),
-            merged=_merged_gathers(self.program.jaxpr),
+            merged=_merged_gathers(program.jaxpr),
         )
 
 
@@ -314,6 +317,16 @@ def _traced(fun: Callable, args: tuple, kwargs: dict, allowed: Any) -> _Recorded
     with peer_kernels_allowed(allowed), count_runs() as counter, record_considered() as considered:
         program = traced_program(recorded, args, kwargs)
     return _RecordedTrace(program, decisions, considered, counter)
+
+
+def _without_dead_code(program: ClosedJaxpr) -> ClosedJaxpr:
+    """A program without what computes nothing that it returns, which XLA does not execute.
+
+    Gradients of weights in a block that is computed again leave such equations.
+    """
+    used = [True] * len(program.jaxpr.outvars)
+    live, _ = dce_jaxpr(program.jaxpr, used, instantiate=True)
+    return ClosedJaxpr(live, program.consts)
 
 
 def _merged_gathers(program: Jaxpr) -> MergedGathers:

@@ -54,6 +54,7 @@ def test_a_hugging_face_model_learns_and_answers(monkeypatch, capsys):
     losses = re.search(r"loss (\S+) → (\S+);", printed)
     assert losses is not None and float(losses[2]) < 0.8 * float(losses[1])
     assert printed.count("adapters of") == 1
+    check_shown("fine_tuning", printed)
 
 
 def test_every_prompt_is_answered(monkeypatch, capsys):

@@ -41,7 +41,7 @@ def test_equal_ops_of_one_line_are_one_line_with_a_count(make_mesh: MeshFactory)
 @pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun])
 def test_gradients_have_lines_of_their_own(make_mesh: MeshFactory, jit) -> None:
     sharded = on(make_mesh({AXIS: 2}))
-    gradients = jit(jax.grad(lambda *args: sharded(*args).sum(), (0, 1)))
+    gradients = jit(jax.value_and_grad(lambda *args: sharded(*args).sum(), (0, 1)))
     lines = lines_of(gradients, *arguments())
     assert [line[:1] + line[2:4] for line in lines] == [
         ["2×", "forward", "all_gather_matmul"],
@@ -231,16 +231,21 @@ def test_ops_count_as_often_as_they_run(make_mesh: MeshFactory) -> None:
         def step(x, _):
             return jax.checkpoint(shared)(shared(x, up, down), up, down), lax.psum(x.sum(), AXIS)
 
-        x, _ = lax.scan(step, x, None, length=5)
-        return shared(x, up, down)
+        x, sums = lax.scan(step, x, None, length=5)
+        return shared(x, up, down), sums
 
     sharded = jax.shard_map(
         body,
         mesh=make_mesh({AXIS: 2}),
         in_specs=(P(AXIS), P(None, AXIS), P(AXIS)),
-        out_specs=P(AXIS),
+        out_specs=(P(AXIS), P()),
     )
-    gradients = jax.grad(lambda *args: sharded(*args).sum(), (0, 1, 2))
+
+    def loss(*args):
+        y, sums = sharded(*args)
+        return y.sum(), sums
+
+    gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
     runs = {
         tuple(line[2:4]) if len(line) > 6 else line[2]: int(line[0][:-1])
         for line in lines_of(gradients, *flat_arguments(), verbose=True)
@@ -270,3 +275,17 @@ def test_tables_fit_120_columns(make_mesh: MeshFactory) -> None:
     joined = " ".join(table.split())
     for line in explanation.table(WIDE).splitlines()[1:]:
         assert all(" ".join(cell.split()) in joined for cell in re.split(r"  +", line.strip()))
+
+
+def test_what_computes_nothing_that_is_returned_does_not_run(make_mesh: MeshFactory) -> None:
+    """XLA does not execute it: here one of two ops, inside what is computed again."""
+    sharded = on(make_mesh({AXIS: 2}), implementation="ring")
+
+    def fun(x: jax.Array, weights: Any) -> jax.Array:
+        sharded(2 * x, weights)
+        return jax.checkpoint(sharded)(x, weights).sum()
+
+    for traced, times in ((fun, 1), (jax.value_and_grad(fun), 2)):
+        lines = lines_of(jax.jit(traced), *arguments())
+        forward = [line[0] for line in lines if line[2] == "forward"]
+        assert forward == [f"{2 * times}×", f"{times + 1}×"]

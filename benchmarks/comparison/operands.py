@@ -80,7 +80,8 @@ def compile_maker(arguments: Sequence[Any]) -> Callable[[], Arrays]:
     leaves = dict.fromkeys(jax.tree.leaves(arguments))
     jitted = {leaf: filler(abstract(leaf), leaf.scale) for leaf in leaves}
     # Arrays that differ by their seeds alone are made by the same executable.
-    compiled = {fill: fill.lower(np.uint32(0)).compile() for fill in set(jitted.values())}
+    fills = dict.fromkeys(jitted.values())  # In one order, as processes compile them together.
+    compiled = {fill: fill.lower(np.uint32(0)).compile() for fill in fills}
     return lambda: Arrays({leaf: compiled[jitted[leaf]](np.uint32(leaf.seed)) for leaf in leaves})
 
 

@@ -55,7 +55,7 @@ def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, 
       The results; and the state of every GPU under load, if it was asked for and can be known.
     """
     made = case.make() if case.executables else None
-    warm = _warm_up(case, made)
+    warm = warm_up(case, made)
     tried = _try_options(warm)
     executables = {executable: warm[executable] for executable in tried}
     runs = {executable.candidate: run for executable, run in executables.items()}
@@ -63,17 +63,13 @@ def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, 
     if timed.again in runs:
         runs[again] = runs[timed.again]
     timings = measure(runs, groups=timed.groups, seconds_per_group=timed.seconds)
-    results = _describe(case, executables)
+    results = describe(case, executables, made)
     for executable, run in executables.items():
         profile = timed.profile and record(run, timed.profile / executable.candidate)
         for program in executable.programs:
             result = results[program.candidate.name]
             result.samples, result.profile = timings[executable.candidate].samples, profile
             result.tried = tried[executable]
-            if (first := getattr(made, "first_metrics", {}).get(executable.compiled)) is not None:
-                losses = [first["loss"], *getattr(made, "losses", ())]
-                result.losses = tuple(map(float, losses[:FIRST_STEPS]))
-                result.gradient_norm = float(first["grad_norm"])
     if again in runs:
         results[again] = replace(
             results[str(timed.again)], samples=timings[again].samples, same_program_as=timed.again
@@ -83,13 +79,15 @@ def measure_case(case: Compiled, timed: Timed) -> tuple[Results, list[dict[str, 
     return results, gpus
 
 
-def _describe(case: Compiled, executables: Iterable[Executable]) -> Results:
-    """Facts from the executables of candidates, before anything runs."""
+def describe(case: Compiled, executables: Iterable[Executable], made: Made | None) -> Results:
+    """Facts from the executables of candidates, and from the steps that they took."""
     refused = "XLA refuses its options"
     results = {name: Result(failure=case.failures.get(name, refused)) for name in case.candidates}
     for executable in executables:
         memory = executable.compiled.memory_analysis()
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        first = getattr(made, "first_metrics", {}).get(executable.compiled)
+        losses = () if first is None else (first["loss"], *getattr(made, "losses", ()))
         for program in executable.programs:
             is_first = program is executable.programs[0]
             decided = (f"{d.implementation}: {d.reason} ({d.site})" for d in program.decisions)
@@ -100,19 +98,28 @@ def _describe(case: Compiled, executables: Iterable[Executable]) -> Results:
                 peak_bytes=held - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
                 trace_seconds=program.seconds,
                 compile_seconds=executable.seconds,
+                losses=tuple(map(float, losses[:FIRST_STEPS])),
+                gradient_norm=None if first is None else float(first["grad_norm"]),
                 decisions=dict(Counter(decided)),
             )
     return results
 
 
-def _warm_up(case: Compiled, made: Made | None) -> dict[Executable, Run]:
-    """A function that runs each executable, in order; those that fail are left out."""
+def warm_up(
+    case: Compiled,
+    made: Made | None,
+    note: Callable[[Executable, Any], None] = lambda executable, results: None,
+) -> dict[Executable, Run]:
+    """A function that runs each executable, in order; those that fail are left out.
+
+    `note` is called with the first results of each.
+    """
     runs: dict[Executable, Run] = {}
     for executable in sorted(case.executables, key=lambda e: case.candidates.index(e.candidate)):
         assert made is not None
         with case.noting_failure(*(program.candidate for program in executable.programs)):
             run = executable.on(made)
-            jax.block_until_ready(run())
+            note(executable, jax.block_until_ready(run()))
             runs[executable] = run
     return runs
 

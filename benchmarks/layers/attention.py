@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.internals import (
-    ATTENTION_KERNELS,
     AttentionRequest,
     MeasuredData,
     Record,
+    attention_choice,
 )
 from benchmarks.measuring.report import Report
 from benchmarks.measuring.settings import Settings, check, check_least, check_names
@@ -143,7 +143,7 @@ def run(settings: AttentionKernels) -> Report:
     """
     check(settings)
     check_least(settings, 1, "tokens")
-    check_names("kernels", settings.kernels, list(ATTENTION_KERNELS))
+    check_names("kernels", settings.kernels, list(attention_choice.KERNELS))
     measured = functools.partial(_measured, settings)
     report = measure_cases("attention", settings, cases(settings), measured, rows)
     if settings.table is not None:
@@ -154,7 +154,7 @@ def run(settings: AttentionKernels) -> Report:
 def _measured(settings: AttentionKernels, case: AttentionCase) -> dict[str, Any]:
     programs, refused = {}, {}
     for name in settings.kernels:
-        reason = ATTENTION_KERNELS[name].unsupported_reason(case.request)
+        reason = attention_choice.unsupported_reason(name, case.request)
         if reason is None:
             programs[name] = case.program(name)
         else:

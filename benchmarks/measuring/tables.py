@@ -48,7 +48,7 @@ def environment(content: Content) -> str:
     """The machine, and how it was measured."""
     about, settings = content["environment"], content["settings"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    lines = [f"{about['started'][:10]}. Python {about['python']}, {versions}, one process."]
+    lines = [f"{about['started'][:10]}. Python {about['python']}, {versions}."]
     if about["gpus"]:
         gpu = about["gpus"][0]
         lines.append(
@@ -91,7 +91,7 @@ def times(content: Content) -> str:
         times_baseline = "" if ratio is None or name == "baseline" else f", {ratio:.2f}×"
         return f"{1e3 * result['median']:.3f} [{low:.3f}, {high:.3f}]{times_baseline}"
 
-    return "## Time\n\nms, [least, most], and how many times as fast as the baseline.\n\n" + _grid(
+    return "## Time\n\nms, [least, most], and how many times as fast as the baseline.\n\n" + grid(
         content, cell
     )
 
@@ -132,7 +132,7 @@ def over_compute_only(content: Content) -> str:
     if COMPUTE_ONLY not in candidate_names(content):
         return ""
     return "## Time over the compute-only bound\n\nThe bound is the same program without" + (
-        " communication.\n\n" + _grid(content, cell, without=COMPUTE_ONLY)
+        " communication.\n\n" + grid(content, cell, without=COMPUTE_ONLY)
     )
 
 
@@ -170,7 +170,7 @@ def memory(content: Content) -> str:
 
     return (
         "## Temporary memory\n\nGiB per device beyond arguments and results, and how many chunks"
-        " (one device's rows) more than xla.\n\n" + _grid(content, cell)
+        " (one device's rows) more than xla.\n\n" + grid(content, cell)
     )
 
 
@@ -190,7 +190,7 @@ def profiles(content: Content) -> str:
     return (
         "## Communication hidden\n\nShare of the time in which something is communicated and"
         " other work runs too, and in which a matmul does; the least of all devices.\n\n"
-        + _grid(content, cell)
+        + grid(content, cell)
     )
 
 
@@ -245,7 +245,8 @@ def failures(content: Content) -> str:
     return "## Failures\n\n" + "\n".join(lines) if lines else ""
 
 
-def _grid(content: Content, cell: Callable[[Content, str], str], without: str = "") -> str:
+def grid(content: Content, cell: Callable[[Content, str], str], without: str = "") -> str:
+    """A table with a row for each case and a column for each candidate."""
     names = [name for name in candidate_names(content) if name != without]
     rows = [[case["name"], *(cell(case, name) for name in names)] for case in content["cases"]]
     return table(["", *names], rows)

@@ -29,7 +29,7 @@ from benchmarks.comparison.communication import (
 from benchmarks.comparison.comparing import Fp8Comparison
 from benchmarks.comparison.operands import Operands
 from benchmarks.comparison.programs import Program
-from benchmarks.internals import ATTENTION_KERNELS, COMPUTE_ONLY, REFERENCE, RecipeName
+from benchmarks.internals import COMPUTE_ONLY, REFERENCE, RecipeName, attention_choice
 from benchmarks.measuring import tables
 from benchmarks.measuring.report import Report
 from benchmarks.measuring.settings import check_least, check_names
@@ -289,7 +289,7 @@ def run(settings: Train) -> Report:
     check_names("preset", (settings.preset,), list(PRESETS))
     check_names("baselines", settings.baselines, sum(TRAINING_NAMES.values(), ()))
     check_names("candidates", settings.candidates, CANDIDATES)
-    check_names("attention", settings.attention, list(ATTENTION_KERNELS))
+    check_names("attention", settings.attention, list(attention_choice.KERNELS))
     settings, names = settings.with_fp8(), candidates.with_fp8(CANDIDATES, settings.fp8)
     chosen = candidates.with_attention(settings.candidates, settings.attention)
     names = candidates.with_attention(names, settings.attention)

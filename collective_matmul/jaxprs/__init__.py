@@ -12,7 +12,8 @@ divides a function and its pullback, so that nothing made of weights alone is ke
   with its line in the user's program.
 - `Propagation` (propagation.py): labels that flow from arguments to results, through loops and
   branches.
-- `peak` (lifetimes.py): the moment at which most bytes are alive.
+- `peak` (lifetimes.py): the moment at which most bytes are alive. `scratch_bytes` (scratch.py):
+  what kernels of other libraries allocate besides.
 - `Graph` (graph.py): what makes and what reads each variable of one jaxpr. `Dependencies`
   (dependencies.py): what its equations wait for.
 
@@ -23,6 +24,7 @@ from collective_matmul.jaxprs.bodies import Body, bodies_of, called
 from collective_matmul.jaxprs.lifetimes import Execution, last_reads, peak
 from collective_matmul.jaxprs.propagation import Propagation
 from collective_matmul.jaxprs.pullback import SplitPullback, split_pullback
+from collective_matmul.jaxprs.scratch import scratch_bytes
 from collective_matmul.jaxprs.walks import Scope
 
 __all__ = [
@@ -35,5 +37,6 @@ __all__ = [
     "called",
     "last_reads",
     "peak",
+    "scratch_bytes",
     "split_pullback",
 ]

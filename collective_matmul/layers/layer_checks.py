@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,71 +56,139 @@ def _copies_instead(argument: str, sizes: tuple[int, ...], devices: int) -> str:
     """Advice for fewer heads, or other features that stay together, than devices."""
     if argument != "out_features" or len(sizes) == 1 or devices % sizes[0]:
         return ""
-    return f"; or let several devices compute each: copies={devices // sizes[0]}"
+    return f"; or let several devices compute each: heads={sizes[0]}"
 
 
 def copies(
-    value: int,
-    outputs: Sequence[int],
-    axis_name: str,
-    devices: int | None,
-    weight_axis_name: str | None,
-) -> None:
-    """Checks the number of devices that compute the same features.
+    value: int, heads: int | None, outputs: Sequence[int], axis_name: str, devices: int | None
+) -> int:
+    """The number of devices that compute each head of a layer.
 
     Args:
-      value: the number.
-      outputs: the output features. The first of several are heads: each device has one. Of a
-        single size, each device has an equal part, such as all features of a head.
+      value: the number that was asked for; 1: what follows from `heads`.
+      heads: the number of heads, or None: the first of several output features.
+      outputs: the output features.
       axis_name: the mesh axis.
       devices: its size, or None if it is not known.
-      weight_axis_name: the second axis of the kernel, or None.
 
     Raises:
-      ValueError: unless there is one part for as many devices, and no second axis.
+      ValueError: unless the heads, each as often as it is computed, are one for each device.
     """
-    size, *others = outputs
-    if value < 1 or (devices is not None and not _copies_fit(value, size, bool(others), devices)):
+    if value == 1 and heads is None:
+        return 1
+    if heads is None and len(outputs) == 1:
         raise ValueError(
-            f"copies={value}: expected the {devices} devices of axis {axis_name!r} over"
-            f" out_features={size}, or 1 if there are no fewer of these than devices; the first of"
-            " out_features counts, as the heads of nnx.LinearGeneral(features, (heads, head_dim));"
-            f" of one size, pass {devices} over the number of heads in it"
+            f"copies={value}: out_features={outputs[0]} does not say how many heads it has; pass"
+            " their number, heads=, or out_features=(heads, features of one)"
         )
-    if weight_axis_name is not None:
+    count = outputs[0] if heads is None else heads
+    _check_heads(count, outputs)
+    if value == 1:
+        return copies_of_heads(count, axis_name, devices)
+    if value < 1 or (devices is not None and count * value != devices):
         raise ValueError(
-            f"weight_axis_name={weight_axis_name!r}: kernels with copies={value} are whole on every"
-            " device; leave it out"
+            f"copies={value}: expected the {devices} devices of axis {axis_name!r} over the"
+            f" {count} heads of out_features={_shown(outputs)}, or 1 if there are no fewer heads"
+            " than devices"
+        )
+    return value
+
+
+def _shown(outputs: Sequence[int]) -> int | tuple[int, ...]:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _check_heads(heads: int, outputs: Sequence[int]) -> None:
+    """Raises ValueError unless the output features can be those of so many heads."""
+    (size, *others), shown = outputs, _shown(outputs)
+    if others and heads != size:
+        raise ValueError(
+            f"heads={heads}: the first of out_features={shown} is the number of heads; pass"
+            f" heads={size}"
+        )
+    if heads < 1 or size % heads:
+        raise ValueError(
+            f"heads={heads}: expected the number of heads whose features, one head after the"
+            f" other, are the out_features={shown}: a divisor of them"
         )
 
 
-def _copies_fit(value: int, size: int, are_heads: bool, devices: int) -> bool:
-    """Whether parts of `size` features are for `value` devices each."""
-    if are_heads:
-        return size * value == devices
-    return devices % value == 0 and size % (devices // value) == 0
+def copies_of_heads(heads: int | None, axis_name: str, devices: int | None) -> int:
+    """The number of devices that compute each of several heads, or 1 if `heads` is None.
+
+    Raises:
+      ValueError: if the size of the axis is unknown, or is neither a divisor nor a multiple of
+        `heads`.
+    """
+    if heads is None:
+        return 1
+    if devices is None:
+        raise ValueError(
+            f"heads={heads}: how many devices compute each depends on the size of axis"
+            f" {axis_name!r}, which is not known here; pass mesh=, or call this inside"
+            " `with jax.set_mesh(mesh):`"
+        )
+    if heads % devices and devices % heads:
+        fitting = [n for n in range(1, devices) if n % heads == 0 or heads % n == 0]
+        raise ValueError(
+            f"heads={heads}: axis {axis_name!r} of size {devices} neither divides the heads nor is"
+            f" a multiple of them; smaller axes that fit: {', '.join(map(str, fitting))}"
+        )
+    return max(devices // heads, 1)
 
 
-def heads(path: str, module: Any, axis_name: str, mesh: Mesh | None) -> int:
+def whole_kernels(copies: int, weight_axis_name: str | None) -> None:
+    """Raises ValueError for a second axis of a kernel that several devices use."""
+    if copies != 1 and weight_axis_name is not None:
+        raise ValueError(
+            f"weight_axis_name={weight_axis_name!r}: kernels with copies={copies} are whole on"
+            " every device; leave it out"
+        )
+
+
+def equal_heads(outputs: Mapping[str, Sequence[int]], heads: Mapping[str, int]) -> None:
+    """Checks that layers which share a gather have heads of one size, as queries and keys need.
+
+    Args:
+      outputs: the output features of each layer, by name.
+      heads: how many heads they are, for layers of which that was said.
+
+    Raises:
+      ValueError: if they are of different sizes.
+    """
+    sizes: dict[str, int] = {}
+    for name, count in heads.items():
+        _check_heads(count, outputs[name])
+        sizes[name] = math.prod(outputs[name]) // count
+    if len({*sizes.values()}) > 1:
+        found = "; ".join(
+            f"{name!r} has {math.prod(outputs[name])} features, {heads[name]} heads of {size}"
+            for name, size in sizes.items()
+        )
+        raise ValueError(
+            f"heads={dict(heads)}: expected heads of one size, found: {found}; correct the number"
+            " of heads"
+        )
+
+
+def heads(path: str, module: Any, axis_name: str, mesh: Mesh | None) -> int | None:
     """Checks that the axis, if its size is known, divides the heads of Flax's attention.
 
     Returns:
-      The number of devices that compute each head of keys and values: 1 unless there are fewer of
-      these heads than devices.
+      The number of heads of keys and values, if there are fewer of these than devices.
 
     Raises:
       ValueError: if it divides them neither, nor their copies.
     """
     devices = known_axis_size(axis_name, mesh) or 1
     key_value_heads = getattr(module, "num_kv_heads", module.num_heads)
-    copies = max(devices // key_value_heads, 1)
     try:
         features("num_heads", module.num_heads, axis_name, devices)
         if devices % key_value_heads:
             features("num_kv_heads", key_value_heads, axis_name, devices)
     except ValueError as error:
         raise ValueError(f"{path!r}: {error}") from None
-    return copies
+    return key_value_heads if key_value_heads < devices else None
 
 
 def kernel(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from collective_matmul import dot_product_attention, segments_of_lengths
-from collective_matmul.ops.attention.choice import KERNELS
+from collective_matmul.ops.attention.choice import unsupported_reason
 from collective_matmul.ops.attention.request import AttentionRequest
 from tests.covering import pairwise
 from tests.ops.attention.reference import AttentionCase
@@ -31,7 +31,7 @@ def skip_where_refused(case: AttentionCase) -> None:
         scale=None,
         segments=4 if case.segments else None,
     )
-    if reason := KERNELS[case.implementation].unsupported_reason(request):
+    if reason := unsupported_reason(case.implementation, request):
         pytest.skip(f"{case.implementation}: {reason}")
 
 

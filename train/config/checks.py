@@ -118,9 +118,11 @@ def _check_overlap(value: str) -> None:
     try:
         collective_matmul.overlap(_check_overlap, implementation=value.split(","))
     except ValueError as error:
+        # The error is about an argument, for which other values are expected beside the names.
+        names = str(error).rpartition("one or several of ")[2]
         raise ValueError(
-            f"overlap={value!r}: expected auto, rewrite, rewrite-jit, or backends separated by"
-            f" commas; {error}"
+            f"overlap={value!r}: expected auto, rewrite, rewrite-jit, or one or several of {names},"
+            " separated by commas"
         ) from None
 
 

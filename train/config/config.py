@@ -133,8 +133,9 @@ class Config:
     layers.attention.output, layers.feed_forward, experts and head."""
     zero: Zero = 0
     """ZeRO level, over the fsdp axis: 1 shards parameters and optimizer state, 2 gradients too, 3
-    weights where they are used too. Weights are gathered in --compute-dtype. Default: with
-    --mesh.fsdp over 1 level 3, or 1 beside frozen weights; else 0. A resumed run keeps its own."""
+    weights where they are used too. Weights are gathered in --compute-dtype. If this is not given,
+    a resumed run keeps its own; a new one with --mesh.fsdp over 1 has level 3, or 1 beside frozen
+    weights; any other the default."""
     weight_gather: WeightGather = "auto"
     """Where weights are gathered with --zero 3: in the loop of each matmul (matmuls), or block by
     block, one block ahead (blocks); auto: in matmuls if --overlap auto may choose rings for it."""

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from collective_matmul.jaxprs import scratch_bytes
 from models.blocks.rematerialization import Remat
 from train.config.config import Config, MeshSizes, Zero
 from train.config.context import sequence_unit
@@ -34,7 +35,8 @@ class Memory:
       optimizer_state: the optimizer's moments.
       weights: arrays made of parameters: those that the state has, and others, as gathered weights
         and copies in 8 bits are, when most bytes are in use.
-      activations: all other arrays at that time: activations and gradients.
+      activations: all other arrays at that time: activations and gradients. And what kernels of
+        other libraries allocate, at any time: XLA's plan holds its memory for the whole step.
     """
 
     parameters: int
@@ -89,7 +91,7 @@ def memory_of(
         _bytes_per_device([state["params"], state.get(FROZEN, {})]),
         _bytes_per_device(state["opt_state"]),
         _bytes_per_device(state.get(WEIGHTS, {})) + peak.of_first,
-        peak.total - peak.of_first,
+        peak.total - peak.of_first + scratch_bytes(jaxpr),
     )
 
 

@@ -62,6 +62,16 @@ def block_activations(shapes: Shapes) -> Activations:
     return Activations(results, everything - results, temporary)
 
 
+def sums_of_attention(shapes: Shapes) -> float:
+    """Bytes that FlashAttention-3's backward allocates beside XLA's plan: float32 gradients."""
+    if shapes.config.attention != "flash3":
+        return 0.0
+    (queries, keys), context = shapes.attention_columns, shapes.sizes.context
+    # Two chunks of a device attend to 2 D + 1 chunks of the sequence, of 2 D, over D devices.
+    seen = shapes.rows * (1 if context == 1 else context + 0.5)
+    return 4 * (shapes.rows * queries + (2 * seen * keys if queries != keys else 0))
+
+
 def _experts(shapes: Shapes, width: int) -> float:
     """Bytes of gate and up of a block's experts, of all pairs that may come to a device."""
     config = shapes.config

@@ -18,7 +18,7 @@ from models.blocks.rematerialization import Remat
 from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes, Zero
 from train.config.presets import PRESETS
-from train.memory.device_memory import MARGIN, usable
+from train.memory.device_memory import usable
 from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.memory_estimate import MemoryEstimate, predict_memory
 from train.plan.step_time import NETWORK_BYTES, Prediction, predict
@@ -194,11 +194,12 @@ def _too_large(
     config: Config, sizes: MeshSizes, memory: MemoryEstimate, machine: Machine
 ) -> tuple[str, str]:
     """Why a configuration does not fit into memory, in short and with numbers."""
-    limit = f"{machine.memory / 1e9:.0f} GB less {MARGIN:.1%}"
+    limit = f"{machine.limit / 1e9:.1f} GB may be used"
+    state, total = (f"{size / 1e9:,.1f} GB" for size in (memory.state, memory.total))
     if memory.state > machine.limit:
-        text = f"parameters and optimizer state alone take {memory.state / 1e9:,.0f} GB of {limit}"
+        text = f"parameters and optimizer state alone take {state}, and {limit}"
         return "state does not fit", f"{sizes}, zero {config.zero}: {text}"
-    text = f"{memory.total / 1e9:,.0f} GB of {limit}, of which {memory.state / 1e9:,.0f} are state"
+    text = f"takes {total}, {state} of it state, and {limit}"
     setting = f"zero {config.zero}, remat {config.remat}"
     if config.gradient_accumulation_steps > 1:
         setting += f", {config.gradient_accumulation_steps} microbatches"

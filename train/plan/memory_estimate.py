@@ -15,7 +15,7 @@ import numpy as np
 
 from train.config.config import Config, MeshSizes
 from train.config.optimizers import OPTIMIZERS
-from train.plan.activations import block_activations
+from train.plan.activations import block_activations, sums_of_attention
 from train.plan.communication import gathers_in_matmuls
 from train.plan.shapes import Shapes
 
@@ -81,6 +81,7 @@ class _Step:
         layers = shapes.model.num_layers
         blocks = (self.block_after(done) for done in {min(1, layers - 1), layers - 1})
         most = max((self.head(), *blocks, self.end()), key=sum)
+        most = most._replace(activations=most.activations + sums_of_attention(shapes))
         return MemoryEstimate(parameters, moments, *most)
 
     @property

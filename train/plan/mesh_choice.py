@@ -28,9 +28,10 @@ def planned_mesh_sizes(
     """The sizes of the axes, with every 0 filled in.
 
     A tensor axis of 0 takes the size with the shortest predicted step, of those that fit into
-    memory; the other axes take the rest, as `mesh_sizes` says. A run that resumes keeps its mesh.
-    Where nothing is predicted, or nothing fits, sizes are those of `mesh_sizes`. The result depends
-    on the arguments alone, so that all processes choose alike.
+    memory; the other axes take the rest, as `mesh_sizes` says. A run that resumes keeps its mesh,
+    unless it asks for another number of replicas or shards. Where nothing is predicted, or nothing
+    fits, sizes are those of `mesh_sizes`. The result depends on the arguments alone, so that all
+    processes choose alike.
 
     Args:
       config: the configuration.
@@ -42,11 +43,13 @@ def planned_mesh_sizes(
       ValueError: see `mesh_sizes`.
     """
     default = mesh_sizes(config, devices, local_devices)
-    if config.mesh.tensor or unpredicted_reason(config, device_kind) is not None:
+    if config.mesh.tensor:
         return default
     kept = _sizes_before(config)
-    if kept is not None and kept.devices == default.devices:
+    if kept is not None and kept.devices == default.devices and _is_asked_for(kept, config.mesh):
         return kept
+    if unpredicted_reason(config, device_kind) is not None:
+        return default
     sizes = [size for size in range(1, default.tensor + 1) if default.tensor % size == 0]
     seconds: dict[MeshSizes, float] = {}
     for tensor in sizes:
@@ -116,6 +119,11 @@ def _seconds(
         return None
     options: Any = {"network_bytes": config.network_bytes, "attention": attention}
     return predict(config, sizes, device_kind, **options).time.total
+
+
+def _is_asked_for(sizes: MeshSizes, asked: MeshConfig) -> bool:
+    """Whether axes of replicas and shards have the sizes that are asked for, of which 0 is any."""
+    return asked.data in (0, sizes.data) and asked.fsdp in (0, sizes.fsdp)
 
 
 def _sizes_before(config: Config) -> MeshSizes | None:

@@ -56,9 +56,14 @@ def describe_step_time(prediction: Prediction, records: Sequence[Record]) -> str
 
 def attention_kernel(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> str:
     """The kernel of attention in the layers that see the most tokens."""
+    return attention_decision(config, sizes, mesh).implementation
+
+
+def attention_decision(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> AttentionDecision:
+    """That kernel, and why."""
     windows = [config.model.window_of(number) for number in range(config.model.layer_period)]
     widest = None if None in windows else max(filter(None, windows))
-    return attention_of(config, sizes, mesh, widest).implementation
+    return attention_of(config, sizes, mesh, widest)
 
 
 def attention_of(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 from rich.console import Console
 
+from collective_matmul import AttentionDecision
 from train.config.checks import check_planned_machine
 from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.model_folder import model_name
@@ -23,7 +24,7 @@ from train.plan.candidates import (
     planned_batch_size,
 )
 from train.plan.rates import RATES
-from train.plan.run import attention_kernel
+from train.plan.run import attention_decision
 from train.plan.step_time import milliseconds, unpredicted_reason
 
 _ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6
@@ -36,8 +37,10 @@ CHOSEN = (
 )  # fmt: skip
 
 
-def print_plan(config: Config, arguments: Sequence[str], console: Console) -> None:
+def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bool:
     """Prints what a configuration may run with on the machine that it names.
+
+    Returns whether something fits.
 
     Args:
       config: the configuration, with the model that it says.
@@ -47,7 +50,7 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> No
     Raises:
       ValueError: if nothing is known of the machine.
     """
-    machine = machine_of(config)
+    machine, attention = machine_of(config)
     if reason := unpredicted_reason(config, machine.device_kind):
         raise ValueError(f"plan: {reason}; see what fits with --dry-run")
     plan = make_plan(config, machine)
@@ -59,34 +62,46 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> No
     ]
     if is_free(config, "batch_size") and batch > config.batch_size:
         lines[0] += f" (--batch-size {config.batch_size}, rounded up to a multiple of the GPUs)"
-    _print(console, *lines)
+    _print(console, *lines, *_about_attention(config, attention))
     best = plan.candidates[:_ROWS]
     if best:
         others = _in_8_bits(config, machine)
         _print(console, *_table(best, others))
-        if others:
+        if others or config.fp8 is not None:
             _print(
                 console,
                 "rows in 8 bits, which --fp8 asks for, round the operands of matmuls;"
-                " docs/how_to/fp8.md says what that does to the loss",
+                " docs/how_to/fp8.md says what that does to the loss. Their MFU is a share of the"
+                " peak in bfloat16 too",
             )
     _print(console, *_conclusion(plan, machine))
     if best:
-        command = ["python", "-m", "train", *arguments, *_flags(best[0])]
-        _print(console, f"to run the first: {shlex.join(command)}")
+        _print(console, *_commands(config, arguments, best, others))
         if config.data is None and config.tokenizer is None:
             _print(console, "add --data and --tokenizer: without, it trains on a text as bytes")
         elif config.data is None:
             _print(console, "add --data: without, it trains on the Python manual")
+    return bool(best)
 
 
-def machine_of(config: Config) -> Machine:
-    """The machine that a configuration is planned for.
+def _about_attention(config: Config, decision: AttentionDecision) -> list[str]:
+    """Lines that say what a machine needs for its kernel of attention, or for a faster one."""
+    if decision.missing is not None:
+        name = decision.implementation
+        return [f"{name} is planned for another machine, which needs it; here {decision.missing}"]
+    if decision.missed is None or _is_here(config):
+        return [] if decision.missed is None else [decision.missed]
+    other = f"--attention {decision.faster} plans for GPUs whose machine has that"
+    return [f"{decision.missed}; {other}"]
+
+
+def machine_of(config: Config) -> tuple[Machine, AttentionDecision]:
+    """The machine that a configuration is planned for, and why it has its kernel of attention.
 
     Raises:
       ValueError: if the number of GPUs or their rates are not known.
     """
-    here = config.device is None and jax.default_backend() == "gpu"
+    here = _is_here(config)
     if config.devices is None and not here:
         raise ValueError("devices: expected the number of GPUs that the plan is for; add --devices")
     check_planned_machine(config)
@@ -99,13 +114,24 @@ def machine_of(config: Config) -> Machine:
             )
         abstract = None
     else:
-        gpu = GPUS[config.device or "H200"]
+        gpu = GPUS[_gpu_of(config)]
         kind, memory, abstract = gpu.device.device_kind, gpu.memory, gpu.device
     sizes = MeshSizes()
     alone = dataclasses.replace(config, batch_size=1, gradient_accumulation_steps=1)
-    kernel = attention_kernel(alone, sizes, make_abstract_mesh(sizes, abstract))
+    attention = attention_decision(alone, sizes, make_abstract_mesh(sizes, abstract))
     devices = config.devices or jax.device_count()
-    return Machine(devices, kind, memory, config.network_bytes, kernel)
+    kernel = attention.implementation
+    return Machine(devices, kind, memory, config.network_bytes, kernel), attention
+
+
+def _is_here(config: Config) -> bool:
+    """Whether the plan is for the GPUs of this machine."""
+    return config.device is None and jax.default_backend() == "gpu"
+
+
+def _gpu_of(config: Config) -> str:
+    """The name in `GPUS` of the kind that a plan for another machine is for."""
+    return config.device or "H200"
 
 
 def _in_8_bits(config: Config, machine: Machine) -> list[Candidate]:
@@ -143,6 +169,33 @@ def _table(rows: Sequence[Candidate], in_8_bits: Sequence[Candidate]) -> list[st
     ]
 
 
+def _commands(
+    config: Config,
+    arguments: Sequence[str],
+    best: Sequence[Candidate],
+    in_8_bits: Sequence[Candidate],
+) -> list[str]:
+    """The commands that run the fastest configurations, and those that check one here, as lines."""
+    first = [*arguments, *_flags(best[0])]
+    lines = [f"to run the first: {_trainer(*first)}"]
+    if in_8_bits:
+        recipe = "--fp8", str(in_8_bits[0].config.fp8)
+        of_8_bits = _trainer(*arguments, *_flags(in_8_bits[0]), *recipe)
+        lines.append(f"to run the first in 8 bits: {of_8_bits}")
+    machine = [] if _is_here(config) else ["--device", _gpu_of(config)]
+    if config.plan_network != Config.plan_network:
+        machine += ["--plan-network", f"{config.plan_network:g}"]
+    lines.append(f"to check the first without GPUs: {_trainer('--dry-run', *machine, *first)}")
+    if len(best) > 1:
+        mesh = shlex.join(_row_flags(best[1]))
+        lines.append(f"to see the command of another row, plan its mesh, as of the second: {mesh}")
+    return lines
+
+
+def _trainer(*arguments: str) -> str:
+    return shlex.join(["python", "-m", "train", *arguments])
+
+
 def _conclusion(plan: Plan, machine: Machine) -> list[str]:
     """Where the time of the best goes, and why the others do not fit, as lines."""
     lines = []
@@ -162,8 +215,9 @@ def _conclusion(plan: Plan, machine: Machine) -> list[str]:
     refused = sum(plan.refused.values())
     if refused or plan.candidates:
         lines.append(
-            f"{refused:,} configurations do not fit into {machine.memory / 1e9:.0f} GB, of which"
-            f" {MARGIN:.1%} stay free, or are not possible{':' if refused else ''}"
+            f"{refused:,} configurations do not fit, or are not possible. Of a GPU's memory JAX may"
+            f" use {machine.memory / 1e9:.1f} GB; a plan uses up to {machine.limit / 1e9:.1f} GB,"
+            f" since estimates have been up to {MARGIN:.1%} too low{':' if refused else ''}"
         )
         lines += [
             f"  {count:,} × {reason}, such as {plan.nearest[reason][1]}"
@@ -184,20 +238,25 @@ def _conclusion(plan: Plan, machine: Machine) -> list[str]:
     return lines
 
 
+def _row_flags(candidate: Candidate) -> list[str]:
+    """The flags of a row of the table: its mesh, and the placement of experts."""
+    config, sizes = candidate.config, MeshConfig(*candidate.sizes).__dict__
+    flags = [part for axis, size in sizes.items() for part in (f"--mesh.{axis}", str(size))]
+    return [*flags, *["--expert-axes", config.expert_axes] * (config.model.num_experts is not None)]
+
+
 def _flags(candidate: Candidate) -> list[str]:
     """The flags of a configuration."""
-    config, sizes = candidate.config, candidate.sizes
+    config = candidate.config
     values = {
-        **{f"mesh.{axis}": size for axis, size in MeshConfig(*sizes).__dict__.items()},
         "zero": config.zero,
         "remat": config.remat,
         "scan-layers": config.scan_layers,
         "gradient-accumulation-steps": config.gradient_accumulation_steps,
         "batch-size": config.batch_size,
     }
-    if config.model.num_experts is not None:
-        values["expert-axes"] = config.expert_axes
-    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    others = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    return [*_row_flags(candidate), *others]
 
 
 def _print(console: Console, *lines: str) -> None:

@@ -67,13 +67,14 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
         jax.config.update("jax_numpy_dtype_promotion", "standard")
         simulate_devices("cpu_devices", config.cpu_devices)
         if config.plan:
-            print_plan(with_model_of(config), _without(arguments, *CHOSEN), Console())
+            plain = _without(arguments, *CHOSEN)
+            _exit_unless(print_plan(with_model_of(config), plain, Console()))
             return
         if config.dry_run:
             config = with_model_of(config)
             devices, kind = _any_number(config), device_kind_of(config)
             sizes = planned_mesh_sizes(config, devices, min(devices, GPUS_OF_A_NODE), kind)
-            dry_run(config, sizes, Console())
+            _exit_unless(dry_run(config, sizes, Console()))
             return
         stack.enter_context(connected(config.distributed))
         console = Console(quiet=not is_first())
@@ -124,7 +125,7 @@ def refusing() -> Iterator[None]:
     """Reports invalid input in one sentence on stderr, and exits with status 2.
 
     The status is 1 if a run stops because its loss is not finite or a checkpoint cannot be saved,
-    and 130 or 143 if SIGINT or SIGTERM interrupts it.
+    or if nothing fits of a plan or a dry run, and 130 or 143 if SIGINT or SIGTERM interrupts it.
     """
     try:
         yield
@@ -140,6 +141,12 @@ def refusing() -> Iterator[None]:
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; every checkpoint saved so far is kept")
         raise SystemExit(130) from None
+
+
+def _exit_unless(fits: bool) -> None:
+    """Ends a plan or a dry run with status 1 if what it is about does not fit into memory."""
+    if not fits:
+        raise SystemExit(1)
 
 
 def announce(setup: Setup, console: Console) -> None:
@@ -263,6 +270,5 @@ def _without(arguments: Sequence[str], *flags: str) -> list[str]:
 
 def _any_number(config: Config) -> int:
     """The number of devices of the requested mesh, or of the machine if that has more."""
-    mesh = config.mesh
-    requested = math.prod(size or 1 for size in (mesh.data, mesh.fsdp, mesh.tensor))
+    requested = math.prod(size or 1 for size in dataclasses.astuple(config.mesh))
     return max(jax.device_count(), requested)

@@ -38,11 +38,14 @@ _ONE_PROCESS = (
 )
 
 
-def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
+def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     """Prints bytes per device and the collective matmuls of one step on a mesh.
 
     Compiles nothing and needs no devices; the mesh may have any size. Predicts for the GPUs of this
     machine, or for those that the configuration names, or for H200.
+
+    Returns:
+      Whether the run fits into their memory, if that is known.
 
     Raises:
       ValueError: for sizes that do not fit together.
@@ -79,7 +82,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
         limit, kind = gpu.memory, f"that JAX may use of {gpu.device.device_kind}"
         kind += f", {memory_fraction():.0%} of its memory"
     sentence = verdict(memory.total, limit, kind)
-    if limit is not None and memory.total > usable(limit):
+    fits = limit is None or memory.total <= usable(limit)
+    if limit is not None and not fits:
         sentence += f": {advice(config, mesh, memory, usable(limit), GPUS_OF_A_NODE)}"
     console.print(sentence, highlight=False, soft_wrap=True)
 
@@ -106,6 +110,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> None:
     lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+    return fits
 
 
 def device_kind_of(config: Config) -> str:
@@ -127,15 +132,16 @@ def describe_prediction(
 
 
 def _print_memory(memory: Memory, config: Config, console: Console) -> None:
-    table = Table("bytes per device", "", box=None)
+    table = Table("bytes per device, when a step uses most", "", box=None)
     dtypes = config.compute_dtype + (" and 8 bits" if config.fp8 else "")
     sizes = {
         "parameters": memory.parameters,
         f"optimizer state ({config.optimizer.kind})": memory.optimizer_state,
-        f"weights in {dtypes}, when most is in use": memory.weights,
-        "activations and gradients, then": memory.activations,
+        f"weights in {dtypes}": memory.weights,
+        "activations and gradients": memory.activations,
         "total": memory.total,
     }
     for name, size in sizes.items():
-        table.add_row(name, f"{size:,}")
+        if size:
+            table.add_row(name, f"{size:,}")
     console.print(table)

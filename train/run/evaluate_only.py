@@ -23,7 +23,7 @@ from train.parallel.model import ModelFunctions
 from train.processes.agreement import together
 from train.processes.connection import is_first
 from train.run.evaluation import Evaluator
-from train.run.setup import complete, open_held_out
+from train.run.setup import complete, open_held_out, training_of
 
 
 def evaluate_only(config: Config, console: Console) -> Evaluation:
@@ -83,7 +83,7 @@ def _with_weights(config: Config) -> tuple[Config, InitialWeights]:
         with nullcontext() if config.init_from is None else suppress(ValueError):
             run = _find(config, "checkpoint_dir")
         saved = {} if run is None else run.configuration()
-        if run is not None and Training(*_training_of(saved)).freezes:
+        if run is not None and training_of(saved).freezes:
             return _with_training_of(config, saved), run
     if Training(config.lora, config.freeze).freezes:
         raise ValueError(
@@ -120,11 +120,6 @@ def _without_run(config: Config, init_from: str | None) -> Config:
     )
 
 
-def _training_of(saved: Mapping[str, Any]) -> tuple[LoraConfig, str]:
-    """The adapters of a saved configuration, and what was frozen by name."""
-    return LoraConfig(**saved.get("lora", {})), saved.get("freeze", "")
-
-
 def _with_training_of(config: Config, saved: Mapping[str, Any]) -> Config:
     """The configuration with the adapters and the frozen parameters of a run, beside the weights
     that the run began with unless the configuration names others.
@@ -132,7 +127,8 @@ def _with_training_of(config: Config, saved: Mapping[str, Any]) -> Config:
     Raises:
       ValueError: flags ask for others.
     """
-    lora, freeze = _training_of(saved)
+    was_trained = training_of(saved)
+    lora, freeze = was_trained.lora, was_trained.freeze
     for name, asked, was, default in (
         ("lora", config.lora, lora, LoraConfig()),
         ("freeze", config.freeze, freeze, ""),

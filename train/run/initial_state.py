@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from models.checkpoint.saved_checkpoint import differences
+from models.paths import expanded
 from train.checkpoint.base_weights import check_base, frozen_weights, load_base
 from train.checkpoint.new_state import init_state
 from train.optimizer.state import (
@@ -86,4 +87,13 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> st
         f"{name} was {was}, is {now}"
         for name, (was, now) in differences(saved, current).items()
         if name.partition(".")[0] not in _WITHOUT_INFLUENCE
+        and not (name == "tokenizer" and _are_equal_files(was, now))
     )
+
+
+def _are_equal_files(*paths: str | None) -> bool:
+    """Whether all are paths of files that are here, with the same contents."""
+    files = [expanded(path) for path in paths if path is not None]
+    if len(files) < len(paths) or not all(file.is_file() for file in files):
+        return False
+    return len({file.read_bytes() for file in files}) == 1

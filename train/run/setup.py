@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.hugging_face.chat.template import read_variables
 from models.hugging_face.writing import keep_origin
+from models.parameters.adapters import TARGETS, LoraConfig, Training
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.initial_weights import InitialWeights, find_weights
 from train.config.checks import check, check_optimizer
@@ -262,9 +264,45 @@ def check_same_optimizer(saved: Mapping[str, Any], now: Mapping[str, Any]) -> No
         )
 
 
+def training_of(saved: Mapping[str, Any]) -> Training:
+    """The adapters of a saved configuration, and what was frozen by name."""
+    return Training(LoraConfig(**saved.get("lora", {})), saved.get("freeze", ""))
+
+
+def check_same_training(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compares what two configurations train, the saved one and the run's: what has adapters of
+    which rank, and what is frozen.
+
+    Raises:
+      ValueError: they differ.
+    """
+    was, asked = (_trained(training_of(each)) for each in (saved, now))
+    changed = {name: asked[name] for name in was if was[name] != asked[name]}
+    if not changed:
+        return
+    flags = ", ".join(
+        f"without --{name}" if not was[name] else f"with --{name} {shlex.quote(str(was[name]))}"
+        for name in changed
+    )
+    listed = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    raise ValueError(
+        f"{listed}: the checkpoint has the state of a run that trained other parameters; resume"
+        f" {flags}, or begin a new run in another --checkpoint-dir"
+    )
+
+
+def _trained(training: Training) -> dict[str, Any]:
+    """The settings that say which parameters are trained; those of adapters only with some."""
+    lora, names = training.lora, ("lora.rank", "lora.targets", "lora.train", "freeze")
+    if lora.rank is None:
+        return dict(zip(names, (None, None, "", training.freeze), strict=True))
+    targets = None if lora.layers == TARGETS else ",".join(lora.layers)
+    return dict(zip(names, (lora.rank, targets, lora.train, ""), strict=True))
+
+
 def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: int) -> None:
-    """Checks that the newest checkpoint has the same model, kind of optimizer and data, and fewer
-    than `steps` steps.
+    """Checks that the newest checkpoint has the same model, kind of optimizer, trained parameters
+    and data, and fewer than `steps` steps.
 
     Raises:
       ValueError: if it has not.
@@ -272,6 +310,7 @@ def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: in
     checkpoints.check_same_model(now)
     saved = checkpoints.configuration()
     check_same_optimizer(saved, now)
+    check_same_training(saved, now)
     # The position in the data is a number of sequences, which is meaningless for other data.
     names = ("text", "sequence_length", "seed")
     changed = differences({n: saved.get(n) for n in names}, {n: now[n] for n in names})

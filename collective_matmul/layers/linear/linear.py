@@ -226,10 +226,11 @@ class ColumnParallelLinear(_ParallelLinear):
       gather_dimension: the dimension of x that is sharded between layers; negative numbers count
         from the features, as if they were one dimension. None: x is the same on every device and
         is not gathered.
-      copies: number of devices that compute the same of out_features[0], for attention with fewer
-        heads of keys and values than devices. Then out_features[0] times copies is D, parameters
-        are whole on every device, and the result is [..., S, D, ...], sharded. A single size has
-        D / copies heads one after the other; the result has D of them.
+      heads: number of heads that out_features are, for heads of keys and values that may be fewer
+        than D: out_features[0] of several; of a single size, heads follow one another. None: D
+        divides out_features. If they are fewer, D / heads devices compute each: parameters are
+        whole on every device, and the result has D heads, sharded.
+      copies: that number of devices, if D is not known when the layer is constructed.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       **options: the rest, by name:
 
@@ -270,18 +271,17 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         axis_name: str = "tensor",
         gather_dimension: int | None = -2,
+        heads: int | None = None,
         copies: int = 1,
         mesh: Mesh | None = None,
         **options: Unpack[LinearOptions],
     ):
+        outputs = layer_checks.sizes("out_features", out_features)
+        devices = known_axis_size(axis_name, mesh)
+        copies = layer_checks.copies(copies, heads, outputs, axis_name, devices)
+        layer_checks.whole_kernels(copies, options.get("weight_axis_name"))
         self.gather_dimension, self.copies = gather_dimension, copies
-        sharded = "out_features"
-        if copies != 1:
-            sharded = None
-            outputs = layer_checks.sizes("out_features", out_features)
-            weight_axis_name = options.get("weight_axis_name")
-            devices = known_axis_size(axis_name, mesh)
-            layer_checks.copies(copies, outputs, axis_name, devices, weight_axis_name)
+        sharded = "out_features" if copies == 1 else None
         super().__init__(in_features, out_features, sharded, axis_name, mesh, **options)
 
     @property

@@ -9,6 +9,7 @@ import jax
 from flax.core import meta
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.layers import layer_checks
 from collective_matmul.layers.parallelize.parallel_styles import Column, Heads, ParallelStyle, Row
 
 #: By the path of a layer: the numbers of dimensions that its kernel contracts, and of the others.
@@ -22,6 +23,7 @@ def partition_specs(
     style: Callable[[str], ParallelStyle | None],
     ranks: KernelRanks,
     axis_name: str,
+    devices: int | None,
     metadata_axes: set[str],
 ) -> Any:
     """A spec for each variable, in the structure of the variables without boxes.
@@ -31,13 +33,14 @@ def partition_specs(
       style: the style of the module at a path.
       ranks: of layers whose kernel has several input or output features.
       axis_name: the mesh axis.
+      devices: its size, or None if it is not known.
       metadata_axes: variables that no style matches are sharded as their boxes say, if these name
         only such axes.
     """
 
     def spec(keys: Any, leaf: Any) -> P:
         collection, *path, name = names_of(keys)
-        names = _sharded_names(style, path, name, ranks, axis_name)
+        names = _sharded_names(style, path, name, ranks, (axis_name, devices))
         if names is not None and collection == ("cache" if name in CACHES else "params"):
             # Layers stacked by linen.scan have additional leading dimensions.
             return P(*[None] * (unboxed(leaf).ndim - len(names)), *names)
@@ -52,10 +55,10 @@ def _sharded_names(
     path: Sequence[str],
     name: str,
     ranks: KernelRanks,
-    axis_name: str,
+    axis: tuple[str, int | None],
 ) -> tuple[str | None, ...] | None:
     """The axes of the last dimensions of a variable; None if no style says anything of it."""
-    entry = style(".".join(path))
+    entry, (axis_name, _) = style(".".join(path)), axis
     if isinstance(entry, Heads):
         return (axis_name, None) if name in CACHES else None
     if entry is None or name not in ("kernel", "bias"):
@@ -67,7 +70,7 @@ def _sharded_names(
     columns: list[str | None] = [None] * outputs
     if isinstance(entry, Row):
         rows[0] = axis_name
-    elif isinstance(entry, Column) and entry.copies == 1:
+    elif isinstance(entry, Column) and layer_checks.copies_of_heads(entry.heads, *axis) == 1:
         columns[0] = axis_name
     return (*rows, *columns) if name == "kernel" else tuple(columns)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,11 @@ from collective_matmul.layers.parallelize.parallel_styles import (
     Shared,
 )
 from collective_matmul.layers.parallelize.placement import mesh_of_arrays, place
-from collective_matmul.layers.sharding_context import ShardingContext, current_context
+from collective_matmul.layers.sharding_context import (
+    ShardingContext,
+    current_context,
+    known_axis_size,
+)
 from collective_matmul.ops.matmul.checks import Implementation
 from collective_matmul.ops.matmul.checks import implementation as check_implementation
 
@@ -165,8 +169,14 @@ class ParallelModule:
 
     def _placement_specs(self, variables: Mapping[str, Any], axes: set[str]) -> Any:
         """Specs by the plan, else by metadata that name only `axes`, else P()."""
+        devices = known_axis_size(self.axis_name, self.mesh)
         return linen_specs.partition_specs(
-            variables, lambda path: self._style(path)[1], self._kernel_ranks, self.axis_name, axes
+            variables,
+            lambda path: self._style(path)[1],
+            self._kernel_ranks,
+            self.axis_name,
+            devices,
+            axes,
         )
 
     def _style(self, path: str) -> tuple[str, Column | Row | Heads] | tuple[None, None]:
@@ -288,16 +298,14 @@ class ParallelModule:
         shape = kernel.shape[: len(axes)], features
         if isinstance(style, Row):
             return self._row(module, style, context, inputs, shape)
-        if style.copies == 1:
+        place = context.axis_name, context.devices
+        if layer_checks.copies(1, style.heads, features, *place) == 1:
             layer_checks.kernel(kernel, shape, len(axes), context, None)
-        else:
-            axis_name, devices = context.axis_name, context.devices
-            layer_checks.copies(style.copies, features, axis_name, devices, None)
         if calls is None:
             (y,) = self._columns(module, None, context, inputs)
             return y
         compute = functools.partial(self._columns, module, calls.names, context)
-        options = {"style": replace(style, copies=1), "axis": axes, "dtype": module.dtype}
+        options = {"style": replace(style, heads=None), "axis": axes, "dtype": module.dtype}
         return calls.result(module.name, inputs, compute, options)
 
     def _row(
@@ -328,7 +336,7 @@ class ParallelModule:
         else:
             beside = unboxed(module.parent.variables["params"])
             styles = [self._style(".".join((*module.path[:-1], name)))[1] for name in names]
-            alike = {isinstance(s, Column) and replace(s, copies=1) for s in styles}
+            alike = {isinstance(s, Column) and replace(s, heads=None) for s in styles}
             if not {*names} <= {*beside} or len(alike) > 1:
                 raise ValueError(
                     f"{', '.join(map(repr, names))} share a gather; expected layers with one"
@@ -339,17 +347,19 @@ class ParallelModule:
         x, *arrays = promote_dtype(x, *(a for pair in pairs for a in pair), dtype=module.dtype)
         count = len(linen_specs.sizes(getattr(module, "axis", -1)))
 
-        def own(array: Any, dimension: int, style: Column) -> Any:
-            return own_columns(context, array, dimension, style.copies)
+        copies = _copies_of_layers(names or (module.name,), styles, arrays[::2], count, context)
 
-        kernels = [own(k, count, style) for k, style in zip(arrays[::2], styles, strict=True)]
+        def own(array: Any, dimension: int, copies: int) -> Any:
+            return own_columns(context, array, dimension, copies)
+
+        kernels = [own(k, count, n) for k, n in zip(arrays[::2], copies, strict=True)]
         shards = context.parameter_shards
         outputs = [(k.shape[count] * shards, *k.shape[count + 1 :]) for k in kernels]
         return column_parallel(
             context,
             x,
             kernels,
-            [own(b, 0, style) for b, style in zip(arrays[1::2], styles, strict=True)],
+            [own(b, 0, n) for b, n in zip(arrays[1::2], copies, strict=True)],
             [(k.shape[:count], sizes) for k, sizes in zip(kernels, outputs, strict=True)],
             gather_dimension=styles[0].gather_dimension,
             implementation=check_implementation(self.implementation),
@@ -360,3 +370,30 @@ class ParallelModule:
         """Refuses entries that match neither a layer that was called nor a kernel."""
         paths = layers | linen_specs.layer_paths(variables)
         path_patterns.check_all_match(self.plan, paths, "linen")
+
+
+def _copies_of_layers(
+    names: Sequence[str],
+    styles: Sequence[Column],
+    kernels: Sequence[jax.Array],
+    inputs: int,
+    context: ShardingContext,
+) -> list[int]:
+    """The numbers of devices that compute each head of layers that share a gather.
+
+    Args:
+      names: their names, for errors.
+      styles: their styles.
+      kernels: [*in_features, *out_features], shards in a `shard_map` unless heads have copies.
+      inputs: the number of in_features.
+      context: the axis.
+    """
+    axis = context.axis_name, context.devices
+    copies = [layer_checks.copies_of_heads(style.heads, *axis) for style in styles]
+    outputs = {}
+    for name, kernel, number in zip(names, kernels, copies, strict=True):
+        size, *others = kernel.shape[inputs:]
+        outputs[name] = size * (context.parameter_shards if number == 1 else 1), *others
+    heads = {n: style.heads for n, style in zip(names, styles, strict=True) if style.heads}
+    layer_checks.equal_heads(outputs, heads)
+    return copies

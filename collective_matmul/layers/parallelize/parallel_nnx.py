@@ -140,6 +140,7 @@ def _matched_layers(
     for path, node, style, pattern in _sharing_modules(nodes, plan):
         for name, of_layer in style.layers().items():
             add(".".join(filter(None, (path, name))), getattr(node, name), of_layer, pattern)
+        _check_equal_heads(path, node, style)
     for path, node in nodes:
         pattern = path_patterns.matches(plan, path)
         if pattern is None or (not path and pattern and not _is_layer(node)):
@@ -160,8 +161,8 @@ def _matched_layers(
             add(path, node, style, pattern)
             continue
         path_patterns.check_layer(plan, pattern, path, node, ATTENTION_MODULES, "nnx")
-        copies = layer_checks.heads(path, node, options["axis_name"], options["mesh"])
-        for name, of_layer in style.layers(copies).items():
+        heads = layer_checks.heads(path, node, options["axis_name"], options["mesh"])
+        for name, of_layer in style.layers(heads).items():
             add(".".join(filter(None, (path, name))), getattr(node, name), of_layer, pattern)
     paths = [path for path, node in nodes if _is_layer(node)]
     path_patterns.check_all_match(plan, paths, "nnx")
@@ -183,6 +184,18 @@ def _check_group(path: str, layers: list[Any]) -> None:
     """Raises ValueError unless layers of the module at `path` can share a gather."""
     try:
         check_alike(layers)
+    except ValueError as error:
+        raise ValueError(f"{path!r}: {error}") from None
+
+
+def _check_equal_heads(path: str, module: Any, style: Shared) -> None:
+    """Raises ValueError if the heads of layers of the module at `path` are not of one size."""
+    outputs = {name: base_of(getattr(module, name)).out_features for name, _ in style.heads}
+    try:
+        layer_checks.equal_heads(
+            {name: layer_checks.sizes("out_features", of) for name, of in outputs.items()},
+            dict(style.heads),
+        )
     except ValueError as error:
         raise ValueError(f"{path!r}: {error}") from None
 
@@ -269,8 +282,8 @@ def _collective_layer(
         sizes = linear.in_features, linear.out_features
         if isinstance(style, Column):
             column = ColumnParallelLoRALinear if in_layer else ColumnParallelLinear
-            dimension, copies = style.gather_dimension, style.copies
-            return column(*sizes, gather_dimension=dimension, copies=copies, **rest)
+            dimension, heads = style.gather_dimension, style.heads
+            return column(*sizes, gather_dimension=dimension, heads=heads, **rest)
         row = RowParallelLoRALinear if in_layer else RowParallelLinear
         return row(*sizes, scatter_dimension=style.scatter_dimension, **rest)
 

@@ -22,16 +22,16 @@ class Column:
         the same on every device.
       fp8: None, or the recipe by which operands are quantized to 8 bits, or the name of a
         registered format, as the ops take it.
-      copies: number of devices that compute the same of the first output feature dimension, such
-        as heads of keys and values that are fewer than devices. Then that dimension times copies is
-        the size of the axis, also in the result, and parameters are whole on every device. Of
-        layers with one output dimension, as `nnx.Linear` is, the features of all heads times copies
-        are those of the result.
+      heads: number of heads that the output features are, for heads of keys and values that may be
+        fewer than devices; None: the axis divides the output features. If heads are fewer, several
+        devices compute each: parameters are whole on every device, and the result has a head for
+        each device. Of layers with several output dimensions the first is the number of heads; of
+        those with one, as `nnx.Linear`, heads follow one another.
     """
 
     gather_dimension: int | None = -2
     fp8: RecipeName | None = None
-    copies: int = 1
+    heads: int | None = None
 
     def __post_init__(self) -> None:
         checks.fp8(self.fp8)
@@ -77,14 +77,14 @@ class Heads:
     def __post_init__(self) -> None:
         checks.fp8(self.fp8)
 
-    def layers(self, copies: int = 1) -> dict[str, Column | Row]:
+    def layers(self, key_value_heads: int | None = None) -> dict[str, Column | Row]:
         """The styles of the layers inside Flax's attention modules, by name.
 
         Args:
-          copies: the number of devices that compute each head of keys and values.
+          key_value_heads: the number of heads of keys and values, if several devices compute each.
         """
         column = Column(self.gather_dimension, self.fp8)
-        key_value = Column(self.gather_dimension, self.fp8, copies)
+        key_value = Column(self.gather_dimension, self.fp8, key_value_heads)
         return {
             "query": column,
             "key": key_value,
@@ -104,23 +104,24 @@ class Shared:
       *names: the names of the layers in the module that the pattern matches: at least two.
       gather_dimension: as for `Column`.
       fp8: as for `Column`.
-      copies: as for `Column`, by the names of layers whose `copies` is not 1.
+      heads: as for `Column`, by the names of layers. Those that are named have heads of one size:
+        name the queries' layer beside those of keys and values, and a wrong number is refused.
 
     Raises:
-      ValueError: unless there are at least two names, all different, and `copies` has no others.
+      ValueError: unless there are at least two names, all different, and `heads` has no others.
     """
 
     names: tuple[str, ...]
     gather_dimension: int | None = -2
     fp8: RecipeName | None = None
-    copies: tuple[tuple[str, int], ...] = ()
+    heads: tuple[tuple[str, int], ...] = ()
 
     def __init__(
         self,
         *names: str,
         gather_dimension: int | None = -2,
         fp8: RecipeName | None = None,
-        copies: Mapping[str, int] | None = None,
+        heads: Mapping[str, int] | None = None,
     ):
         if len(names) < 2 or len({*names}) < len(names):
             raise ValueError(
@@ -128,19 +129,18 @@ class Shared:
             )
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "gather_dimension", gather_dimension)
-        if unknown := {*(copies or {})} - {*names}:
+        if unknown := {*(heads or {})} - {*names}:
             raise ValueError(
-                f"copies={copies}: expected names among {names}, not {', '.join(sorted(unknown))}"
+                f"heads={heads}: expected names among {names}, not {', '.join(sorted(unknown))}"
             )
         object.__setattr__(self, "fp8", checks.fp8(fp8))
-        object.__setattr__(self, "copies", tuple((copies or {}).items()))
+        object.__setattr__(self, "heads", tuple((heads or {}).items()))
 
     def layers(self) -> dict[str, Column]:
         """The style of each layer, by name."""
-        copies = dict(self.copies)
+        heads = dict(self.heads)
         return {
-            name: Column(self.gather_dimension, self.fp8, copies.get(name, 1))
-            for name in self.names
+            name: Column(self.gather_dimension, self.fp8, heads.get(name)) for name in self.names
         }
 
     def paths(self, module: str) -> list[str]:

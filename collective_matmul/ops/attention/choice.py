@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 
 from collective_matmul import data
@@ -60,6 +61,8 @@ class AttentionDecision:
       reason: why it was chosen.
       missed: what a kernel that is not possible here would gain, or None.
       faster: the name of that kernel.
+      missing: what this installation lacks to execute the kernel, which was requested for devices
+        of another machine; None: nothing.
     """
 
     request: AttentionRequest
@@ -67,10 +70,12 @@ class AttentionDecision:
     reason: str
     missed: str | None = None
     faster: str | None = None
+    missing: str | None = None
 
     def __str__(self) -> str:
         missed = "" if self.missed is None else f"; {self.missed}"
-        return f"{self.implementation} ({self.reason}{missed}) for {self.request}"
+        missing = "" if self.missing is None else f", for another machine; here {self.missing}"
+        return f"{self.implementation} ({self.reason}{missing}{missed}) for {self.request}"
 
 
 def decide(request: AttentionRequest, requested: Sequence[str] | None = None) -> AttentionDecision:
@@ -91,7 +96,7 @@ def decide(request: AttentionRequest, requested: Sequence[str] | None = None) ->
                     f" {', '.join(map(repr, KERNELS))}"
                 )
         return _requested(request, requested)
-    possible = [n for n, kernel in KERNELS.items() if kernel.unsupported_reason(request) is None]
+    possible = [name for name in KERNELS if unsupported_reason(name, request) is None]
     if possible == [REFERENCE] and not _is_gpu():
         return AttentionDecision(request, REFERENCE, f"the only kernel on {_platform()}")
     measured = _most_similar(request)
@@ -100,7 +105,7 @@ def decide(request: AttentionRequest, requested: Sequence[str] | None = None) ->
     order = sorted(measured.microseconds, key=measured.microseconds.__getitem__)
     name = next((name for name in order if name in possible), possible[0])
     if name not in measured.microseconds:
-        others = (f"{each}: {KERNELS[each].unsupported_reason(request)}" for each in order)
+        others = (f"{each}: {unsupported_reason(each, request)}" for each in order)
         return AttentionDecision(request, name, f"no faster kernel can; {'; '.join(others)}")
     missed = _missed(request, measured, order, name)
     return AttentionDecision(
@@ -140,13 +145,23 @@ def measured_rate(request: AttentionRequest, name: str) -> float | None:
     return found.request.flops / seconds if seconds > 0 else None
 
 
+def unsupported_reason(name: str, request: AttentionRequest) -> str | None:
+    """Why a kernel cannot execute a request here, as part of a sentence; None if it can."""
+    return KERNELS[name].unsupported_reason(request) or KERNELS[name].missing_reason()
+
+
 def _requested(request: AttentionRequest, requested: Sequence[str]) -> AttentionDecision:
+    """The first that can; for devices that are not here, also one that is not installed here."""
     reasons = []
     for name in requested:
-        reason = KERNELS[name].unsupported_reason(request)
+        reason = unsupported_reason(name, request)
         if reason is None:
             return AttentionDecision(request, name, "; ".join(["requested", *reasons]))
         reasons.append(f"{name} is not possible: {reason}")
+    for name in requested:
+        if not _is_here() and KERNELS[name].unsupported_reason(request) is None:
+            missing = KERNELS[name].missing_reason()
+            return AttentionDecision(request, name, "requested", missing=missing)
     named = requested[0] if len(requested) == 1 else tuple(requested)
     raise ValueError(
         f"implementation={named!r}: {'; '.join(reasons)}; for {request}; pass"
@@ -159,7 +174,7 @@ def _missed(
 ) -> str | None:
     """The gain of the fastest kernel, in words, if it is not possible here."""
     fastest = order[0]
-    reason = KERNELS[fastest].unsupported_reason(request)
+    reason = unsupported_reason(fastest, request)
     if fastest == chosen or reason is None or chosen not in measured.microseconds:
         return None
     share = measured.microseconds[fastest] / measured.microseconds[chosen]
@@ -219,6 +234,11 @@ def _kind() -> str:
 
 def _platform() -> str:
     return traced_device().platform
+
+
+def _is_here() -> bool:
+    """Whether the devices of the traced program may be those of this machine."""
+    return not _is_gpu() or jax.default_backend() == "gpu"
 
 
 def _is_gpu() -> bool:

@@ -17,14 +17,16 @@ import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from collective_matmul._compat import vary_over, varying_axes
 from collective_matmul.hardware import traced_device
+from collective_matmul.jaxprs.scratch import declare_scratch
 from collective_matmul.ops.attention.kernel import AttentionKernel, Gradients, Parts
 from collective_matmul.ops.attention.request import AttentionRequest
 from collective_matmul.ops.attention.segments import Segments
@@ -51,7 +53,7 @@ class FlashAttention3(AttentionKernel):
     takes_parts = True
 
     def unsupported_reason(self, request: AttentionRequest) -> str | None:
-        """Hopper GPUs, half precision, heads of up to 256, and the package."""
+        """Allows Hopper GPUs, half precision, and heads of up to 256."""
         device = traced_device()
         if device.platform not in ("gpu", "cuda") or not _is_hopper(device.device_kind):
             return f"it runs on Hopper GPUs, and this is {device.device_kind}"
@@ -63,6 +65,10 @@ class FlashAttention3(AttentionKernel):
             return f"it takes positive scales, not {request.scale}"
         if request.differentiated and _DETERMINISTIC in os.environ.get("XLA_FLAGS", ""):
             return f"its gradients are added in no fixed order, and XLA_FLAGS has {_DETERMINISTIC}"
+        return None
+
+    def missing_reason(self) -> str | None:
+        """See `AttentionKernel`: the package, and a release of JAX that it is for."""
         return missing_reason()
 
     def forward(
@@ -265,3 +271,17 @@ def _by_sequence(log_sum_exp: jax.Array, query: jax.Array, segments: Segments | 
     if segments is None:
         return log_sum_exp
     return jnp.swapaxes(log_sum_exp.reshape(-1, *query.shape[:2]), 0, 1)
+
+
+def _scratch_of_backward(equation: JaxprEqn) -> int:
+    """Bytes of the float32 sums that a backward allocates.
+
+    They are the gradient of the queries, and those of keys and values that several heads share.
+    """
+    query, key = (cast(Any, v.aval) for v in equation.invars[1:3])
+    shared = query.shape[-2] != key.shape[-2]
+    return 4 * (query.size + (2 * key.size if shared else 0))
+
+
+for _name in (_BACKWARD, _BACKWARD_OF_SEGMENTS):
+    declare_scratch(_PREFIX + _name, _scratch_of_backward)

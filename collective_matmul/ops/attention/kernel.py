@@ -50,8 +50,15 @@ class AttentionKernel(Protocol):
     takes_parts: bool = False
 
     def unsupported_reason(self, request: AttentionRequest) -> str | None:
-        """Why it cannot execute a request, as part of a sentence; None if it can."""
+        """Why it cannot execute a request, as part of a sentence; None if it can.
+
+        The request and the device of the traced program count, which may be another machine's.
+        """
         ...
+
+    def missing_reason(self) -> str | None:
+        """Names the part of this installation that every request lacks; None if it is whole."""
+        return None
 
     def forward(
         self,

@@ -60,7 +60,29 @@ REFUSED_AT_CONSTRUCTION = {
     ),
     "copies": (
         lambda **o: ColumnParallelLinear(4, (2, 3), copies=3, **o),
-        "copies=3: expected the 4 devices of axis 'tensor' over out_features=2",
+        "copies=3: expected the 4 devices of axis 'tensor' over the 2 heads of out_features=(2, 3)",
+    ),
+    "copies of no heads": (
+        lambda **o: ColumnParallelLinear(4, 16, copies=2, **o),
+        "copies=2: out_features=16 does not say how many heads it has; pass their number, heads=",
+    ),
+    "copies of other heads": (
+        lambda **o: ColumnParallelLinear(4, 16, heads=2, copies=4, **o),
+        "copies=4: expected the 4 devices of axis 'tensor' over the 2 heads of out_features=16",
+    ),
+    "parts of heads": (
+        lambda **o: ColumnParallelLinear(4, 15, heads=2, **o),
+        "heads=2: expected the number of heads whose features, one head after the other, are the"
+        " out_features=15: a divisor of them",
+    ),
+    "other heads": (
+        lambda **o: ColumnParallelLinear(4, (2, 3), heads=1, **o),
+        "heads=1: the first of out_features=(2, 3) is the number of heads; pass heads=2",
+    ),
+    "uneven heads": (
+        lambda **o: ColumnParallelLinear(4, 9, heads=3, **o),
+        "heads=3: axis 'tensor' of size 4 neither divides the heads nor is a multiple of them;"
+        " smaller axes that fit: 1, 3",
     ),
     "sharded copies": (
         lambda **o: ColumnParallelLinear(4, (2, 3), copies=2, weight_axis_name="fsdp", **o),

@@ -139,7 +139,7 @@ class LinenProjections(linen.Module):
 
 @pytest.mark.parametrize("local", [False, True])
 def test_linen_heads_that_several_devices_compute_share_the_gather(local: bool, mesh: Mesh) -> None:
-    module, copied = LinenProjections(), Column(copies=2)
+    module, copied = LinenProjections(), Column(heads=2)
     plan = {"query": Column(), "key": copied, "value": copied}
     model = parallelize(module, plan, mesh=mesh, implementation="ring")
     variables = jax.jit(model.init)(jax.random.key(0), X)

@@ -107,7 +107,7 @@ def test_results_on_local_shards_stay_the_same(check_vma: bool, mesh: Mesh) -> N
 @pytest.mark.parametrize("local", [False, True])
 def test_several_devices_compute_the_same_columns(local: bool, mesh: Mesh) -> None:
     module = linen.DenseGeneral((2, 3), bias_init=linen.initializers.normal(1.0))
-    model = parallelize(module, {"": Column(copies=2)}, mesh=mesh, implementation="ring")
+    model = parallelize(module, {"": Column(heads=2)}, mesh=mesh, implementation="ring")
     variables = module.init(jax.random.key(0), X)
     jax.eval_shape(model.init, jax.random.key(0), X)  # Of a kernel with several output features.
     specs = model.partition_specs(variables)
@@ -124,8 +124,8 @@ def test_several_devices_compute_the_same_columns(local: bool, mesh: Mesh) -> No
     y = jax.jit(apply)(variables, X)
     expected: Any = module.apply(variables, X)
     assert_close(y, expected.repeat(2, -2))
-    wrong = parallelize(module, {"": Column(copies=3)}, mesh=mesh)
-    with pytest.raises(ValueError, match="copies=3: expected the 4 devices of axis 'tensor' over"):
+    wrong = parallelize(module, {"": Column(heads=1)}, mesh=mesh)
+    with pytest.raises(ValueError, match=r"heads=1: the first of out_features=\(2, 3\)"):
         jax.eval_shape(wrong.apply, variables, X)
 
 

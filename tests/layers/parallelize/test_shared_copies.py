@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -16,9 +17,9 @@ from collective_matmul.layers import Row, Shared, parallelize
 from collective_matmul.layers.linear.functions import own_columns
 from collective_matmul.layers.sharding_context import LocalShards, current_context
 
-HEADS, COPIES = {"q": (8, 8), "k": (2, 8), "v": (2, 8)}, {"k": 2, "v": 2}
+HEADS = {"q": (8, 8), "k": (2, 8), "v": (2, 8)}
 OPS = "all_gather_matmul", "matmul_reduce_scatter"
-PLAN = {"": Shared(*HEADS, copies=COPIES), "o": Row()}
+PLAN = {"": Shared(*HEADS, heads={"q": 8, "k": 2, "v": 2}), "o": Row()}
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -56,27 +57,65 @@ class OfLinen(linen.Module):
         return linen.DenseGeneral(32, axis=(-2, -1), name="o")(attend(*heads))
 
 
-@pytest.mark.parametrize("library", ["nnx", "flat", "linen"])
+@pytest.mark.parametrize("library", ["nnx", "flat", "linen", "flat linen"])
 def test_they_share_one_gather(make_mesh, library):
     x = jax.random.normal(jax.random.key(0), (2, 16, 32))
     mesh = make_mesh({"tensor": 4})
-    if library != "linen":
+    if "linen" not in library:
         model = (OfNnx if library == "nnx" else Flat)(nnx.Rngs(0))
         expected = model(x)
         parallelize(model, PLAN, mesh=mesh, implementation="ring")
         call = nnx.jit(lambda model, x: model(x))
     else:
-        model = OfLinen()
+        model = (OfLinen if library == "linen" else FlatLinen)()
         variables = model.init(jax.random.key(0), x)
         expected: Any = model.apply(variables, x)
         parallel = parallelize(model, PLAN, mesh=mesh, implementation="ring")
         call = jax.jit(lambda _, x: parallel.apply(variables, x))
-    arguments = None if library == "linen" else model, x
+    arguments = None if "linen" in library else model, x
     # float32, and sums of 64 products in another order.
     np.testing.assert_allclose(call(*arguments), expected, rtol=1e-4, atol=1e-5)
     # One gather for all three, and the scatter of the output.
     found = str(explain(call)(*arguments))
     assert [found.count(f"1×  forward  {op}") for op in OPS] == [1, 1]
+
+
+class FlatLinen(linen.Module):
+    """Layers with all features in one dimension."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        made = [linen.Dense(n * size, name=name)(x) for name, (n, size) in HEADS.items()]
+        heads = (y.reshape(*x.shape[:-1], -1, 8) for y in made)
+        return linen.Dense(32, name="o")(attend(*heads).reshape(*x.shape[:-1], -1))
+
+
+#: Numbers of heads that do not fit the features beside them, with the sentence that says so.
+WRONG = {
+    "more heads": ({"q": 8, "k": 4, "v": 4}, "'q' has 64 features, 8 heads of 8; 'k' has 16"),
+    "one wrong": ({"k": 2, "v": 1}, "'k' has 16 features, 2 heads of 8; 'v' has 16"),
+    "no divisor": ({"k": 12}, "heads=12: expected the number of heads whose features"),
+}
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+@pytest.mark.parametrize("heads", [*WRONG])
+def test_wrong_heads_of_one_dimension_are_refused(make_mesh, library, heads):
+    number, expected = WRONG[heads]
+    plan, mesh = {"": Shared(*HEADS, heads=number)}, make_mesh({"tensor": 4})
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        if library == "nnx":
+            parallelize(Flat(nnx.Rngs(0)), plan, mesh=mesh)
+            return
+        model, x = FlatLinen(), jnp.zeros((2, 16, 32))
+        variables = model.init(jax.random.key(0), x)
+        jax.eval_shape(parallelize(model, plan, mesh=mesh).apply, variables, x)
+
+
+def test_heads_need_the_size_of_the_axis():
+    plan: Any = {"": Shared(*HEADS, heads={"q": 8, "k": 2, "v": 2})}
+    with pytest.raises(ValueError, match=r"heads=8: how many devices compute each .* pass mesh="):
+        parallelize(Flat(nnx.Rngs(0)), plan)
 
 
 @pytest.mark.parametrize(("copies", "expected"), [(2, "aabb"), (2, "ababcdcd"), (4, "abababab")])
@@ -95,6 +134,6 @@ def test_devices_have_the_same_part_of_one_dimension(make_mesh, copies, expected
     np.testing.assert_array_equal(shards, wanted)
 
 
-def test_copies_of_a_layer_that_does_not_share_are_refused():
+def test_heads_of_a_layer_that_does_not_share_are_refused():
     with pytest.raises(ValueError, match=r"expected names among .*'k'.*, not w"):
-        Shared("q", "k", copies={"w": 2})
+        Shared("q", "k", heads={"w": 2})

@@ -84,6 +84,17 @@ def test_requested_names(has_package: bool) -> None:
         decision = on(H200, *shapes(8192), implementation=requested)
         expected = next(name for name in requested if has_package or name != "flash3")
         assert decision.implementation == expected
+
+
+def test_a_package_is_needed_where_the_devices_are(
+    has_package: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program for GPUs of another machine is traced without it, and the decision says so."""
+    decision = on(H200, *shapes(8192), implementation="flash3")
+    assert decision.implementation == "flash3"
+    assert decision.missing == (None if has_package else f"{MISSING} dew-flash-attn-cu13")
+    assert ("for another machine; here it needs" in str(decision)) != has_package
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     if not has_package:
         with pytest.raises(ValueError, match=f"flash3 is not possible: {MISSING}.*pass .*'xla'"):
             on(H200, *shapes(8192), implementation="flash3")

@@ -13,6 +13,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import dot_product_attention
+from collective_matmul.jaxprs import scratch_bytes
 from collective_matmul.ops.attention import flash_attention
 from collective_matmul.ops.attention.choice import KERNELS
 from collective_matmul.ops.attention.request import AttentionRequest
@@ -26,8 +28,9 @@ XLA: Any = XlaAttention()
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package is here, for all that tracing needs."""
-    monkeypatch.setattr(flash_attention, "missing_reason", lambda: None)
+    """The package can execute everything here, for all that tracing needs."""
+    for reason in ("unsupported_reason", "missing_reason"):
+        monkeypatch.setattr(type(KERNELS["flash3"]), reason, lambda *_: None)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -93,15 +96,16 @@ def library(name: str, results: Any, **_: Any) -> Any:
 )
 def test_values_and_gradients(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.ffi, "ffi_call", library)
-    monkeypatch.setattr(type(KERNELS["flash3"]), "unsupported_reason", lambda *_: None)
     case = AttentionCase(implementation="flash3", **options)
     case.check(case.run())
 
 
-@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("segments", [False, True])
 def test_it_is_traced_and_lowered_without_gpus(segments: bool) -> None:
-    """Results vary over the axes of the operands, as `check_vma` wants. Scratch memory counts."""
+    """Nor with the package. Results vary over the axes of the operands, as `check_vma` wants.
+
+    Scratch memory counts.
+    """
     case = AttentionCase(256, 4, 64, "bfloat16", segments=segments, implementation="flash3")
     operands, cotangent = case.arrays()
     ids = np.zeros((2, 256), np.int32) if segments else None
@@ -144,7 +148,6 @@ def test_reasons_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason("0.12.0", here) is None
 
 
-@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("device", "dtype", "size", "sentence"),
     [
@@ -166,3 +169,20 @@ def test_what_it_takes(device: Any, dtype: str, size: int, sentence: str | None)
     with jax.sharding.use_abstract_mesh(mesh):
         reason = KERNELS["flash3"].unsupported_reason(request)
     assert (reason is None) if sentence is None else (sentence in str(reason))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("key_value_heads", "keys"), [(2, 2 * 24 * 2 * 16), (8, 0)])
+def test_the_sums_that_the_backward_allocates_are_known(key_value_heads: int, keys: int) -> None:
+    """Float32 gradients of queries, and of keys and values that several query heads share."""
+    shapes = [(1, 24, heads, 16) for heads in (8, key_value_heads, key_value_heads)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        out = dot_product_attention(*arrays, implementation="flash3")
+        return out.astype(jnp.float32).sum()
+
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H100)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*arguments).jaxpr
+    assert scratch_bytes(jaxpr) == 4 * (24 * 8 * 16 + keys)

@@ -19,6 +19,7 @@ from train.optimizer.state import state_on_mesh
 from train.parallel.mesh import make_mesh
 from train.parallel.model import ModelFunctions
 from train.run.command_line import main, parse
+from train.run.initial_state import changed_settings
 from train.run.setup import prepare
 
 MODEL = shlex.split("--model.num-layers 1 --log-interval 1 --overlap xla")
@@ -116,10 +117,23 @@ def test_a_resume_with_another_folder_keeps_the_copy_of_the_runs_own(capsys, tmp
     files = {path.name: path.read_bytes() for path in (tmp_path / "hugging_face").iterdir()}
     main([*run, "--init-from", other, "--resume", "--steps", "2"])
     sentence = f"--init-from {other} is not read: the run began with {own}, and goes on"
-    assert sentence in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert sentence in output
+    # The copy of the tokenizer has another path, and the same contents.
+    assert "changed since: steps was 1, is 2\n" in output
     main([*run, "--init-from", own, "--resume", "--steps", "3"])
     assert f"--init-from {own} is not read: that is where the run began" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in (tmp_path / "hugging_face").iterdir()} == files
+
+
+def test_tokenizers_are_compared_by_their_contents(tmp_path):
+    first, same, other = (str(tmp_path / name) for name in ("a", "b", "c"))
+    for path, text in ((first, "{}"), (same, "{}"), (other, "[]")):
+        Path(path).write_text(text)
+    assert changed_settings({"tokenizer": first}, {"tokenizer": same}) == ""
+    for changed in (other, str(tmp_path / "gone"), None):
+        line = f"tokenizer was {first}, is {changed}"
+        assert changed_settings({"tokenizer": first}, {"tokenizer": changed}) == line
 
 
 def test_a_run_goes_on_with_stacked_layers_and_back(capsys, tmp_path, trained):

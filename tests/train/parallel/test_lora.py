@@ -95,6 +95,26 @@ def test_other_weights_are_refused_by_a_resume(trained: Path, capsys: pytest.Cap
     assert "other weights than those that the checkpoint's adapters were trained beside" in error
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("", "lora.rank=None, lora.train='': the checkpoint has the state of a run that trained"
+         " other parameters; resume with --lora.rank 8, with --lora.train 'layers.*norm.scale'"),
+        ("--lora.rank 4 --lora.train layers.*norm.scale", "lora.rank=4: the checkpoint has"),
+        ("--lora.rank 8", "lora.train='': the checkpoint has"),
+        ("--lora.rank 8 --lora.train layers.*norm.scale --lora.targets q_proj,v_proj",
+         "resume without --lora.targets, or begin"),
+    ],
+)  # fmt: skip
+def test_a_resume_that_trains_other_parameters_says_which_flags_to_give(
+    flags: str, sentence: str, trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    resume = ["--checkpoint-dir", str(trained), "--resume", "--steps", "6"]
+    with pytest.raises(SystemExit):
+        main([*MODEL, *shlex.split(flags), *resume])
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("scan", ["0", "1"])
 def test_no_array_has_the_shape_of_a_kernel_gradient(scan: str):
     config = parse([*MODEL, "--lora.rank", "5", "--scan-layers", scan, "--overlap", "ring"])
