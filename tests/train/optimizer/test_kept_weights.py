@@ -4,6 +4,7 @@ writes for the next step."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.rewrite.programs import counts
+from tests.train import compiled_memory
 from tests.train.test_step import SHORT, Trainer
 from train.checkpoint.checkpoint import Checkpoints
 from train.config.config import LoraConfig, MeshSizes
@@ -165,6 +167,20 @@ def test_a_step_reads_each_weight_once_for_magnitudes():
     assert reductions("tensorwise") - reductions(None) == len(magnitudes(fp8="tensorwise"))
     with without_kept_magnitudes():
         assert reductions("tensorwise") - reductions(None) >= 2 * 14
+
+
+@pytest.mark.exhaustive
+@compiled_memory.needs_cuda_build
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+def test_one_kernel_updates_a_weight_and_finds_its_magnitudes(fp8: str):
+    """Of Llama 3 8B, as compiled for two H200: gate and up, [4096, 7168] on each."""
+    case = compiled_memory.case(TENSOR, 1, fp8=fp8, batch_size=1)
+    with compiled_memory.gpus(2) as devices:
+        mesh = compiled_memory.mesh_of(devices, TENSOR)
+        program = compiled_memory.compiled_step(case.config, mesh).program
+    entry = re.sub(r"\{[\d,]*\}", "", program[program.index("ENTRY") :])
+    updated = re.findall(r"= (\(.*f32\[4096,7168\].*\)) fusion\(.*/optimizer/", entry)
+    assert updated == 2 * ["(f32[4096], f32[4096,7168], f32[4096,7168], f32[4096,7168])"]
 
 
 def kept(sizes: MeshSizes = MESH, **changes: Any) -> set[str]:
