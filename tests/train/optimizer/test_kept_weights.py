@@ -173,7 +173,7 @@ def test_a_step_reads_each_weight_once_for_magnitudes():
 @compiled_memory.needs_cuda_build
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
 def test_one_kernel_updates_a_weight_and_finds_its_magnitudes(fp8: str):
-    """Of Llama 3 8B, as compiled for two H200: gate and up, [4096, 7168] on each."""
+    """The kernels of gate and up of Llama 3 8B, [4096, 7168] on each of two H200."""
     case = compiled_memory.case(TENSOR, 1, fp8=fp8, batch_size=1)
     with compiled_memory.gpus(2) as devices:
         mesh = compiled_memory.mesh_of(devices, TENSOR)
