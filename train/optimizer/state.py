@@ -6,7 +6,7 @@ The state is one pytree of global arrays::
 
 Moments are sharded as their parameters are. The optimizer writes "weights" in the pass that updates
 the parameters, for the next step to use: parameters in the compute dtype, sharded likewise, or the
-largest magnitudes of those that this step quantizes.
+largest magnitudes of those that it quantizes.
 """
 
 from __future__ import annotations
