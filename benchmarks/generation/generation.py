@@ -74,7 +74,7 @@ class Generation(Settings):
     candidate prepares the caches of all, of which only decoding is timed."""
     candidates: tuple[str, ...] = ("auto", "xla", "baseline")
     """Backends; xla is JAX's own collectives, baseline the same compiled by plain jax.jit, and
-    plain has JAX's grouped matmuls too."""
+    plain has JAX's grouped matmuls too; "auto, valid cache" reads only the valid part of caches."""
     pytorch: bool = False
     """Afterwards, time PyTorch in processes of its own; JAX must leave it memory, as with
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 on 80 GB."""

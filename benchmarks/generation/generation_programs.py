@@ -23,7 +23,7 @@ from models.generation.generator import CACHE_SPEC
 
 #: Tokens of a launch.
 LAUNCH = 16
-#: Tokens that the cache has place for after the prompt. All of the cache is read.
+#: Tokens that the cache has place for after the prompt. JAX's own matmuls read all of the cache.
 ROOM = 512
 #: Programs that are compiled at the same time.
 _COMPILING = 16
@@ -32,6 +32,9 @@ _REFERENCES = ("plain", "baseline", "xla")
 
 #: Of prefill and of decoding.
 Programs = tuple[Callable, Callable]
+#: The candidate that reads only the valid part of caches.
+VALID = "auto, valid cache"
+_IMPLEMENTATIONS = {"auto": None, VALID: None, "baseline": "xla", "plain": "xla"}
 #: Why candidates have no times.
 Failures = dict[str, str]
 
@@ -43,8 +46,11 @@ def make_generator(
     return Generator(
         config,
         mesh=mesh,
-        implementation={"auto": None, "baseline": "xla", "plain": "xla"}.get(name, name),
+        implementation={"auto": None, VALID: None, "baseline": "xla", "plain": "xla"}.get(
+            name, name
+        ),
         dtype=dtype,
+        cache_attention="triton" if name == VALID else None,
         jit={"baseline": jax.jit, "plain": _plain}.get(name, _Deciding),
     )
 

@@ -7,11 +7,17 @@ value heads of this device, H head size.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from models.config import LlamaConfig
+from models.generation import valid_attention
+
+#: What computes attention to a cache: a kernel that reads its valid part, and XLA's matmuls.
+TRITON, XLA = "triton", "xla"
 
 
 class LayerCache(NamedTuple):
@@ -56,12 +62,37 @@ def appended(
     return LayerCache(write(cache.key, key), write(cache.value, value))
 
 
+def choose_attention(
+    config: LlamaConfig, dtype: jax.typing.DTypeLike, device: Any, requested: str | None
+) -> str:
+    """Returns what computes attention to the caches of a model.
+
+    Args:
+      config: shape of the model.
+      dtype: dtype of the caches.
+      device: one of JAX's devices, which are alike.
+      requested: a name; None for XLA. The kernel has not been measured on GPUs yet.
+
+    Raises:
+      ValueError: for an unknown name, or if the kernel is requested and cannot.
+    """
+    if requested not in (None, TRITON, XLA):
+        raise ValueError(f"cache_attention={requested!r}: expected None, {TRITON!r} or {XLA!r}")
+    heads = config.num_heads // config.num_key_value_heads
+    reason = valid_attention.unsupported_reason(heads, config.head_dim, dtype, device)
+    if requested == TRITON and reason is not None:
+        raise ValueError(f"cache_attention={TRITON!r}: {reason}; pass {XLA!r}")
+    return requested or XLA
+
+
 def attend(
     query: jax.Array,
     cache: LayerCache,
     positions: jax.Array,
     window: int | None,
     sinks: jax.Array | None = None,
+    *,
+    implementation: str = XLA,
 ) -> jax.Array:
     """Attention of one token of each sequence to its cache, computed in float32.
 
@@ -71,22 +102,37 @@ def attend(
       positions: int32 [B], the place of each token, the last that it attends to.
       window: number of tokens that a token attends to, itself included; None: all before it.
       sinks: [N], a score for each head that takes part in the softmax and has no value, or None.
+      implementation: what computes it, as `choose_attention` returns it.
 
     Returns:
       [B, 1, N, H].
     """
-    batch, _, heads, size = query.shape
+    batch, _, _, size = query.shape
     grouped = query.reshape(batch, cache.key.shape[1], -1, size)
-    scores = jnp.einsum("bkgh,bkch->bkgc", grouped, cache.key, preferred_element_type=jnp.float32)
-    places = jnp.arange(cache.key.shape[2])[None]
+    if sinks is not None:
+        sinks = sinks.reshape(grouped.shape[1:3])
+    compute = valid_attention.attend_to_valid if implementation == TRITON else _attend_to_all
+    return compute(grouped, *cache, positions, window, sinks).reshape(query.shape)
+
+
+def _attend_to_all(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    window: int | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """`valid_attention.attend_to_valid` by XLA, which reads all of the cache behind a mask."""
+    scores = jnp.einsum("bkgh,bkch->bkgc", query, key, preferred_element_type=jnp.float32)
+    places = jnp.arange(key.shape[2])[None]
     seen = places <= positions[:, None]
     if window is not None:
         seen &= places > positions[:, None] - window
-    scores = jnp.where(seen[:, None, None], scores * size**-0.5, -jnp.inf)
+    scores = jnp.where(seen[:, None, None], scores * query.shape[-1] ** -0.5, -jnp.inf)
     if sinks is not None:
-        own = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1)
+        own = sinks.astype(jnp.float32)[None, ..., None]
         own = jnp.broadcast_to(own, (*scores.shape[:3], 1))
         scores = jnp.concatenate([scores, own], axis=-1)
-    weights = jax.nn.softmax(scores)[..., : cache.key.shape[2]].astype(query.dtype)
-    attended = jnp.einsum("bkgc,bkch->bkgh", weights, cache.value)
-    return attended.reshape(batch, 1, heads, size)
+    weights = jax.nn.softmax(scores)[..., : key.shape[2]].astype(query.dtype)
+    return jnp.einsum("bkgc,bkch->bkgh", weights, value)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from collective_matmul import zigzag_order
-from models.generation.cache import LayerCache, appended, attend, filled
+from models.generation.cache import XLA, LayerCache, appended, attend, filled
 from models.layers import vocabulary
 from models.layers.documents import locate_part
 from models.llama import Block, Llama
@@ -67,7 +67,11 @@ def prefill(
 
 
 def decode(
-    model: Llama, tokens: jax.Array, positions: jax.Array, caches: Caches
+    model: Llama,
+    tokens: jax.Array,
+    positions: jax.Array,
+    caches: Caches,
+    attention: str = XLA,
 ) -> tuple[jax.Array, Caches]:
     """Computes one token of each sequence.
 
@@ -76,6 +80,7 @@ def decode(
       tokens: int32 [B].
       positions: int32 [B], their places in the sequences.
       caches: the cache of each layer.
+      attention: what computes attention to them, as `cache.choose_attention` returns it.
 
     Returns:
       [B, V/D], the logits of the next token; and the caches with these tokens.
@@ -85,13 +90,13 @@ def decode(
 
     @jax.jit
     def apply(block: Block, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        attention = block.attention
-        heads = attention.heads(block.attention_norm(x), positions[:, None])
+        layer = block.attention
+        heads = layer.heads(block.attention_norm(x), positions[:, None])
         query, key, value = (each[:batch] for each in heads)
         cache = appended(cache, key, value, positions)
-        sinks = None if attention.sinks is None else attention.sinks[...]
-        attended = attend(query, cache, positions, attention.window, sinks)
-        x = x + attention.output(_with_rows(attended, rows))
+        sinks = None if layer.sinks is None else layer.sinks[...]
+        attended = attend(query, cache, positions, layer.window, sinks, implementation=attention)
+        x = x + layer.output(_with_rows(attended, rows))
         return x + block.feed(block.feed_forward_norm(x))[0], cache
 
     x, written = _with_rows(_embed(model, tokens[:, None]), rows), []

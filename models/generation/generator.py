@@ -18,6 +18,7 @@ from collective_matmul import overlap_jit, zigzag_order
 from models.config import LlamaConfig
 from models.generation import decoder
 from models.generation.adapter_params import AdapterParams, adapter_params
+from models.generation.cache import choose_attention
 from models.generation.decoder import Caches
 from models.generation.sampling import Sampling, choose
 from models.llama import Llama
@@ -54,12 +55,16 @@ class Generator:
         many devices as the model can be sharded over.
       implementation: which backends execute the collective matmuls, as the layers take it.
       dtype: dtype of parameters and of the computation.
+      cache_attention: what computes attention of a token to the ones before it: "triton", a kernel
+        for NVIDIA GPUs that reads the valid part of caches; None or "xla": matmuls that read all of
+        them.
       lora: adapters that the model has room for: see `adapters_in_common`. None: there are none.
       jit: what compiles the programs, with arguments of `jax.jit`. Plain `jax.jit` is for
         comparisons.
 
     Raises:
-      ValueError: for a model that the axis does not fit, or a mesh of other axes.
+      ValueError: for a model that the axis does not fit, a mesh of other axes, or a kernel that
+        cannot run.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Generator:
         mesh: Mesh | None = None,
         implementation: str | Sequence[str] | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        cache_attention: str | None = None,
         lora: LoraConfig | None = None,
         jit: Callable = overlap_jit,
     ):
@@ -82,6 +88,9 @@ class Generator:
         size, self._context = self.mesh.shape[AXIS], self.mesh.shape.get(CONTEXT, 1)
         self.config = config.padded_for(size)
         self.config.check_tensor_axis(size)
+        self._cache_attention = choose_attention(
+            config, dtype, self.mesh.devices.flat[0], cache_attention
+        )
 
         def build() -> Llama:
             return Llama(
@@ -230,7 +239,9 @@ class Generator:
 
             def step(carry: tuple[Ends, Caches], _: None):
                 (tokens, places, ended), caches = carry
-                logits, caches = decoder.decode(model, tokens, places, caches)
+                logits, caches = decoder.decode(
+                    model, tokens, places, caches, self._cache_attention
+                )
                 chosen = self._choose(logits, places + 1, sampling)
                 tokens = jnp.where(ended, tokens, chosen)
                 ended |= _is_any_of(tokens, stop)
