@@ -29,7 +29,7 @@ from collective_matmul.ops.matmul.api import (
 )
 from collective_matmul.ops.matmul.einsum import collective_einsum
 from collective_matmul.ops.matmul.measured_program import Stack as _Stack  # noqa: F401  # Registers the ops.
-from collective_matmul.ops.matmul.prequantize import prequantize, quantize_frozen
+from collective_matmul.ops.matmul.prequantize import prequantize, prescale, quantize_frozen
 from collective_matmul.rewrite import overlap
 from collective_matmul.source_location import warn_deprecated
 from collective_matmul.tuning.tune import tune
@@ -56,6 +56,7 @@ __all__ = [
     "overlap_jit",
     "prequantize",
     "prequantize_experts",
+    "prescale",
     "quantize_frozen",
     "record_decisions",
     "segments_of_ids",

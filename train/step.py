@@ -26,6 +26,7 @@ from train.optimizer.schedule import make_schedule
 from train.optimizer.state import FROZEN, WEIGHTS, TrainState, state_specs
 from train.parallel.batches import Batch, batch_specs
 from train.parallel.explicit_step import explicit_loss_and_grads, with_explicit_axes
+from train.parallel.kept_weights import made_of
 from train.parallel.loss import FORWARD_SITES, LocalLoss, counted_tokens, loss_and_gradients
 from train.parallel.mesh import token_axes
 from train.parallel.model import ModelFunctions, Params
@@ -143,8 +144,7 @@ def apply_gradients(
         params: Any = optax.apply_updates(state["params"], updates)
         # XLA writes them in the pass that writes the parameters. A pass of its own, in the next
         # step, would read these again.
-        kept = state.get(WEIGHTS, {}).items()
-        weights = {name: params[name].astype(weight.dtype) for name, weight in kept}
+        weights = made_of(params, state.get(WEIGHTS, {}))
     new_state = {**state, "params": params, "opt_state": opt_state, "step": state["step"] + 1}
     new_state |= {WEIGHTS: weights} if weights else {}
     learning_rate = make_schedule(config.optimizer, config.steps)(state["step"])

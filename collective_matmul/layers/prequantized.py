@@ -17,6 +17,7 @@ from collective_matmul.layers.parallelize.nnx_adapters import base_of
 from collective_matmul.layers.parallelize.nnx_shared import shared_layers
 from collective_matmul.layers.sharding_context import LocalShards
 from collective_matmul.operands.format import FORMATS
+from collective_matmul.operands.quantized import array_of
 from collective_matmul.ops.experts.prequantize_experts import quantized_stacks, shards_of_matrices
 from collective_matmul.ops.matmul.prequantize import prequantize
 
@@ -68,7 +69,7 @@ def prequantize_kernels(model: nnx.Module, *, weight_axis_name: str | None = Non
             weight_dimension=dimension,
         )
         for parameter, each in zip(parameters, quantized, strict=True):
-            parameter.set_value(each.with_array(parameter.get_value()))
+            parameter.set_value(each.with_array(array_of(parameter.get_value())))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, ExpertMLP) and module.options.fp8 is not None:
             _quantize_experts(module, module.options.fp8, weight_axis_name)

@@ -163,6 +163,35 @@ class Format(Protocol):
 
         return jax.vmap(converted)(*ws)
 
+    def magnitudes(self, w: jax.Array) -> Any:
+        """The largest magnitudes of a weight [K, N] that scales of it and its transpose depend on.
+
+        Where they are found as the weight is written, `matrices_with_magnitudes` reads it once
+        less.
+
+        Returns:
+          A pytree of float32 arrays; None if the format makes no use of them.
+        """
+        del w
+
+    def matrices_with_magnitudes(
+        self,
+        ws: Sequence[jax.Array],
+        magnitudes: Sequence[Any],
+        *,
+        transposed: bool = False,
+        sharding: Any = None,
+    ) -> tuple[Any, ...]:
+        """`matrices` of weights whose `magnitudes` are known, for a format that makes use of them.
+
+        Args:
+          ws: the weights, as in `matrices`.
+          magnitudes: of each weight, or of each shard of one.
+          transposed: as in `matrices`.
+          sharding: as in `matrices`.
+        """
+        raise TypeError(f"{self.name}: matrices of weights with known magnitudes")
+
     def transposed(self, matrix: Any) -> tuple[Any, jax.Array | None]:
         """The transpose of a matrix, of the same values, and what its rows are multiplied by.
 

@@ -27,7 +27,8 @@ class Quantized:
 
     `collective_matmul.prequantize` makes both matrices before; after each change of the array they
     must be made anew. Ops multiply with them, and do not read the values of the array: it stands
-    for its shape and dtype, and it is what the gradient belongs to.
+    for its shape and dtype, and it is what the gradient belongs to. `collective_matmul.prescale`
+    only finds what their scales depend on, and ops make the matrices.
 
     Attributes:
       array: [K, *N]; None for a frozen weight, which has no gradient.
@@ -40,6 +41,8 @@ class Quantized:
         device's shard, or None. What the matrices have in common is that of the whole.
       stacked: whether the weight is a stack [G, K, N] of matrices, each converted by itself; then
         forward and backward are stacks, and `shards` says how each matrix is sharded.
+      magnitudes: `Format.magnitudes` of the array [K, N], in the dtype of the op, or of its shard;
+        None if they are not known. Matrices that were made before need none.
     """
 
     array: Any
@@ -50,6 +53,7 @@ class Quantized:
     count: int = field(default=1, metadata={"static": True})
     shards: WeightShards | None = field(default=None, metadata={"static": True})
     stacked: bool = field(default=False, metadata={"static": True})
+    magnitudes: Any = None
 
     @property
     def fp8(self) -> str:
@@ -115,6 +119,7 @@ class Quantized:
             forward=self.backward,
             backward=self.forward,
             shards=self.shards and self.shards.transposed,
+            magnitudes=None,
         )
 
     def gathered(self, dimension: int) -> Quantized:
@@ -199,19 +204,30 @@ def prepared(
         values = [w.astype(dtype) for w in values]
     if isinstance(values[0], Quantized):
         groups = [values] if together else [[w] for w in values]
-        values = [m for group in groups for m in _matrices(group, transposed, dtype, sharding)]
+        values = [m for group in groups for m in matrices_of(group, dtype, transposed, sharding)]
         sharding = sharding and (sharding.transposed if transposed else sharding)
     return tuple(values if sharding is None else (Sharded(w, sharding) for w in values))
 
 
-def _matrices(
-    ws: Sequence[Quantized], transposed: bool, dtype: Any, sharding: WeightShards | None
+def matrices_of(
+    ws: Sequence[Quantized], dtype: Any, transposed: bool, sharding: WeightShards | None
 ) -> Sequence[Any]:
+    """The matrices of weights [K_i, N] that are operands of one sum of products.
+
+    Args:
+      ws: the weights, which all have their matrices, or none has.
+      dtype: the dtype of the program, to which arrays are cast.
+      transposed: whether the results are [N, K_i].
+      sharding: the `WeightShards` of shards, as of [K, N]; or None.
+    """
     made = [w.backward if transposed else w.forward for w in ws]
     if made[0] is not None:
         return made
-    arrays = [w.array.astype(dtype) for w in ws]
-    return ws[0].format.matrices(arrays, transposed=transposed, sharding=sharding)
+    arrays, form = [w.array.astype(dtype) for w in ws], ws[0].format
+    known = [w.magnitudes for w in ws]
+    if any(each is None for each in known):
+        return form.matrices(arrays, transposed=transposed, sharding=sharding)
+    return form.matrices_with_magnitudes(arrays, known, transposed=transposed, sharding=sharding)
 
 
 def read_by_backward(w: Any) -> Any:
@@ -242,5 +258,6 @@ def gradient_of(w: Any, gradient: jax.Array | None) -> Any:
     value = stored(w)
     made: Any = gradient if gradient is None else gradient.astype(value.dtype)
     if isinstance(value, Quantized):
-        made = dataclasses.replace(value, array=made, forward=None, backward=None)
+        unread = {"forward": None, "backward": None, "magnitudes": None}
+        made = dataclasses.replace(value, array=made, **unread)
     return w.with_value(made) if isinstance(w, Sharded) else made

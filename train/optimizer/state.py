@@ -4,8 +4,9 @@ The state is one pytree of global arrays::
 
     {"params": {"layers.0.attention.output.kernel": ..., ...}, "opt_state": ..., "step": int32 []}
 
-Moments are sharded as their parameters are. So are "weights", parameters in the compute dtype,
-which the optimizer writes in the pass that updates the parameters, for the next step to use.
+Moments are sharded as their parameters are. The optimizer writes "weights" in the pass that updates
+the parameters, for the next step to use: parameters in the compute dtype, sharded likewise, or the
+largest magnitudes of those that it quantizes.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from train.parallel.kept_weights import MAGNITUDES_SPEC, made_of
 from train.parallel.model import ModelFunctions, Params
 
 TrainState = dict[str, Any]
 #: The part of a state that no step changes, and no checkpoint has.
 FROZEN = "frozen"
 #: The part that is made of the parameters, which no checkpoint has either: see
-#: `ModelFunctions.kept_weights`.
+#: `ModelFunctions.kept_weights` and `kept_magnitudes`.
 WEIGHTS = "weights"
 
 
@@ -43,9 +45,16 @@ def with_weights(state: TrainState, abstract: TrainState) -> TrainState:
     state = {name: part for name, part in state.items() if name != WEIGHTS}
     if WEIGHTS not in abstract:
         return state
-    params = state["params"]
-    weights = {name: params[name].astype(leaf.dtype) for name, leaf in abstract[WEIGHTS].items()}
-    return {**state, WEIGHTS: weights}
+    kept = abstract[WEIGHTS]
+    params = {name: state["params"][name] for name in kept}
+    own = {name: abstract["params"][name].sharding.spec for name in kept}
+    make = jax.shard_map(
+        lambda params: made_of(params, kept),
+        mesh=abstract["step"].sharding.mesh,
+        in_specs=(own,),
+        out_specs=jax.tree.map(lambda leaf: leaf.sharding.spec, kept),
+    )
+    return {**state, WEIGHTS: jax.jit(make)(params)}
 
 
 def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
@@ -56,7 +65,8 @@ def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformatio
         "step": jax.ShapeDtypeStruct((), jnp.int32),
     }
     state |= {FROZEN: model.frozen_params} if model.frozen_params else {}
-    return state | ({WEIGHTS: model.kept_weights} if model.kept_weights else {})
+    kept = model.kept_weights | model.kept_magnitudes
+    return state | ({WEIGHTS: kept} if kept else {})
 
 
 def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
@@ -76,6 +86,7 @@ def state_specs(model: ModelFunctions, optimizer: optax.GradientTransformation) 
     specs = {"params": model.specs, "opt_state": opt_state, "step": P()}
     specs |= {FROZEN: model.frozen_specs} if model.frozen_specs else {}
     kept = {name: model.specs[name] for name in model.kept_weights}
+    kept |= jax.tree.map(lambda _: MAGNITUDES_SPEC, model.kept_magnitudes)
     return specs | ({WEIGHTS: kept} if kept else {})
 
 

@@ -37,7 +37,13 @@ from train.config.experts import (
 from train.config.loss_chunks import loss_chunk
 from train.log.metrics import model_flops_per_token
 from train.parallel import frozen_format
-from train.parallel.kept_weights import keeps_weights
+from train.parallel.kept_weights import (
+    Magnitudes,
+    keeps_magnitudes,
+    keeps_weights,
+    known_kernels,
+    quantizing_layers,
+)
 from train.parallel.mesh import shard_axes_of
 from train.parallel.parameter_shards import ZeroUse, sharded_dimension, sharded_spec
 from train.parallel.weight_gather import where_gathered
@@ -70,6 +76,8 @@ class ModelFunctions:
         empty without ZeRO.
       kept_weights: global shapes and dtypes, by name, of the parameters that a state has in
         `compute_dtype` too; see `keeps_weights`.
+      kept_magnitudes: global shapes of the largest magnitudes that a state has of parameters, by
+        name; see `keeps_magnitudes`.
       gathers: where weights are gathered: by linear layers in the loops of their matmuls, or for
         each block; None if not where they are used.
       accumulates: whether a step has several microbatches.
@@ -135,6 +143,23 @@ class ModelFunctions:
             name: jax.ShapeDtypeStruct(self.abstract_params[name].shape, self.compute_dtype)
             for name in self._names_of_kept_weights(config, sizes)
         }
+        self.kept_magnitudes = self._kept_magnitudes(config, sizes)
+
+    def _kept_magnitudes(self, config: Config, sizes: MeshSizes) -> dict[str, Magnitudes]:
+        if not keeps_magnitudes(config, sizes):
+            return {}
+        kept: dict[str, Magnitudes] = {}
+        kernels = known_kernels(self._abstract_model())
+        for name, (fp8, inputs) in kernels.items():
+            of = Magnitudes(None, fp8, self.compute_dtype, inputs, self._stacked(name))
+            kept[name] = of.on_mesh(self.abstract_params[name], self.specs[name], sizes.tensor)
+        # Formats that make no use of them have none.
+        return {name: each for name, each in kept.items() if each.values is not None}
+
+    def _abstract_model(self) -> Llama:
+        """The model with shapes for parameters, all of which are trained."""
+        shapes: Any = self.abstract_params
+        return self.merge(shapes)
 
     def _names_of_kept_weights(self, config: Config, sizes: MeshSizes) -> list[str]:
         if not keeps_weights(config, sizes):
@@ -142,8 +167,9 @@ class ModelFunctions:
         kept = self.matrices
         if self.fp8 is not None:
             # What is quantized is read in float32, and stored in 8 bits.
-            weights = jax.eval_shape(self.prequantize, self.abstract_params)
-            kept = {name for name in kept if not isinstance(weights[name], Quantized)}
+            model = self._abstract_model()
+            kept = kept - quantizing_layers(model).keys()
+            kept -= {"embedding"} if model.head_fp8 is not None else set()
         # A table that only looks tokens up reads few rows.
         return sorted(name for name in kept if name != "embedding" or config.model.tied_head)
 

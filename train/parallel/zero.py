@@ -25,11 +25,16 @@ or format in which they are stored.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 
+from collective_matmul import Quantized
 from models.parameters.use import arrays_of, as_float32, as_varying
 from train.config.config import Config, MeshSizes
 from train.config.experts import expert_axes
+from train.parallel.kept_weights import Magnitudes
 from train.parallel.mesh import shard_axes_of, token_axes
 from train.parallel.model import ModelFunctions, Params, Weights
 from train.parallel.parameter_shards import gather, replica_axes, scatter, sum_over
@@ -37,7 +42,7 @@ from train.parallel.parameter_shards import gather, replica_axes, scatter, sum_o
 
 @jax.named_scope("weights")
 def gathered_weights(
-    model: ModelFunctions, params: Params, kept: Params | None = None
+    model: ModelFunctions, params: Params, kept: Mapping[str, Any] | None = None
 ) -> Weights | None:
     """Makes, once per step, local parameters, with weights whole and in compute dtype; None
     if each use makes its weights.
@@ -49,21 +54,26 @@ def gathered_weights(
     Args:
       model: the model.
       params: local parameters.
-      kept: those in compute dtype that are there already; default: none.
+      kept: what the step before has made of them, weights in compute dtype or `Magnitudes`;
+        default: nothing.
     """
     if model.freezes:
         return None
     if model.zero == 3:
         return model.prequantize(params) if model.quantizes_shards else None
-    dimensions = model.sharded_dimensions
+    dimensions, kept = model.sharded_dimensions, kept or {}
 
-    def made(name: str, leaf: jax.Array) -> jax.Array:
+    def made(name: str, leaf: jax.Array) -> jax.Array | Quantized:
         if name in dimensions:
             return gather(leaf, dimensions[name], model.compute_dtype)
-        return leaf.astype(model.compute_dtype) if name in model.matrices else leaf
+        if name not in model.matrices:
+            return leaf
+        before = kept.get(name, leaf)
+        if isinstance(before, Magnitudes):
+            return before.weight(leaf.astype(model.compute_dtype))
+        return before.astype(model.compute_dtype)
 
-    sources = params | (kept or {})
-    gathered: Weights = {name: made(name, leaf) for name, leaf in sources.items()}
+    gathered: Weights = {name: made(name, leaf) for name, leaf in params.items()}
     return model.prequantize(gathered) if model.accumulates else gathered
 
 

@@ -62,10 +62,19 @@ class Blockwise(Recipe):
         dtype = self.gradient_dtype if of_gradient else self.dtype
         return tuple(ScaledRows(*_rounded_rows(x, dtype), BLOCK) for x in xs)
 
+    def magnitudes(self, w: Array) -> None:
+        """None: those of blocks are found with their scales."""
+        del w
+
     def scaled(
-        self, ws: Sequence[Array], axis_name: str | None, dimension: int
+        self,
+        ws: Sequence[Array],
+        axis_name: str | None,
+        dimension: int,
+        largest: Sequence[jax.Array] | None = None,
     ) -> tuple[ScaledMatrix, ...]:
         """Scaled matrices of weights; see `Recipe`."""
+        del largest
         blocks = (_rounded_blocks(w.T, self.dtype, axis_name, 1 - dimension) for w in ws)
         pairs = zip(blocks, ws, strict=True)
         return tuple(ScaledMatrix(values, scales, w.dtype) for (values, scales), w in pairs)

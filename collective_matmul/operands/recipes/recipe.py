@@ -122,17 +122,59 @@ class Recipe(Format):
 
         Of shards they have the values; the scales are those of the whole weights.
         """
+        return self._oriented(ws, None, transposed, sharding)
+
+    def magnitudes(self, w: Array) -> Any:
+        """The largest of each column [1, N], and of each row [K, 1]."""
+        return largest_magnitude(w, (0,)), largest_magnitude(w, (1,))
+
+    def matrices_with_magnitudes(
+        self,
+        ws: Sequence[Array],
+        magnitudes: Sequence[Any],
+        *,
+        transposed: bool = False,
+        sharding: Any = None,
+    ) -> tuple[ScaledMatrix, ...]:
+        """Scaled matrices of weights; see `Format`."""
+        largest = [self.largest_of_columns(each, transposed) for each in magnitudes]
+        return self._oriented(ws, largest, transposed, sharding)
+
+    def largest_of_columns(self, magnitudes: Any, transposed: bool) -> jax.Array:
+        """The part of `magnitudes` that `scaled` needs of a weight [K, N], or of its transpose."""
+        columns, rows = magnitudes
+        return rows.T if transposed else columns
+
+    def _oriented(
+        self,
+        ws: Sequence[Array],
+        largest: Sequence[jax.Array] | None,
+        transposed: bool,
+        sharding: Any,
+    ) -> tuple[ScaledMatrix, ...]:
         oriented = [w.T for w in ws] if transposed else ws
         if sharding is None:
-            return self.scaled(oriented, None, 0)
+            return self.scaled(oriented, None, 0, largest)
         sharding = sharding.transposed if transposed else sharding
-        return self.scaled(oriented, sharding.axis_name, sharding.dimension)
+        return self.scaled(oriented, sharding.axis_name, sharding.dimension, largest)
 
     def scaled(
-        self, ws: Sequence[Array], axis_name: str | None, dimension: int
+        self,
+        ws: Sequence[Array],
+        axis_name: str | None,
+        dimension: int,
+        largest: Sequence[jax.Array] | None = None,
     ) -> tuple[ScaledMatrix, ...]:
-        """Scaled matrices of weights; an axis may shard them along a dimension."""
-        common = functools.reduce(jnp.maximum, [largest_magnitude(w, (0,)) for w in ws])
+        """Scaled matrices of weights; an axis may shard them along a dimension.
+
+        Args:
+          ws: the weights [K_i, N], or their shards.
+          axis_name: the axis; None if they are whole.
+          dimension: the dimension.
+          largest: `largest_of_columns` of each; None: they are found here.
+        """
+        largest = largest or [largest_magnitude(w, (0,)) for w in ws]
+        common = functools.reduce(jnp.maximum, largest)
         if axis_name is not None and dimension == 0:
             common = pmax(common, axis_name)
         scale = self.scale(common, self.dtype)

@@ -49,11 +49,24 @@ class Tensorwise(Recipe):
         """A power of two: a weight gradient multiplies operands by ratios of scales, exactly."""
         return next_power_of_two(scale_of(largest, dtype))
 
+    def magnitudes(self, w: Array) -> Any:
+        """The largest of the array, [1, 1]."""
+        return largest_magnitude(w, (0, 1))
+
+    def largest_of_columns(self, magnitudes: Any, transposed: bool) -> jax.Array:
+        """The largest of all columns, which is that of the transpose too."""
+        del transposed
+        return magnitudes
+
     def scaled(
-        self, ws: Sequence[Array], axis_name: str | None, dimension: int
+        self,
+        ws: Sequence[Array],
+        axis_name: str | None,
+        dimension: int,
+        largest: Sequence[jax.Array] | None = None,
     ) -> tuple[ScaledMatrix, ...]:
         """Scaled matrices of weights; see `Recipe`."""
-        common = functools.reduce(jnp.maximum, [largest_magnitude(w, (0, 1)) for w in ws])
+        common = functools.reduce(jnp.maximum, largest or map(self.magnitudes, ws))
         repeats = 1
         if axis_name is not None:
             common = pmax(common, axis_name)

@@ -1,8 +1,11 @@
-"""`prequantize`: weights that are quantized once, for several calls of the ops.
+"""`prequantize` and `prescale`: what ops find of a weight that they quantize, found before.
 
 Where the same weights are used again before they change, as by the microbatches of a step, both
 matrices of each are made before. Of weights that a second mesh axis shards, these are matrices of
 the shards, and each use gathers one of the two, in 8 bits.
+
+Where a weight is quantized by the op that uses it, the largest magnitudes that its scales depend on
+can come from the pass that wrote the weight.
 """
 
 from __future__ import annotations
@@ -16,15 +19,15 @@ import jax
 from jax import lax
 
 from collective_matmul._compat import nan_like
-from collective_matmul.operands.format import FORMATS
-from collective_matmul.operands.quantized import Quantized
+from collective_matmul.operands.format import FORMATS, Format
+from collective_matmul.operands.quantized import Quantized, array_of, matrices_of
 from collective_matmul.operands.sharded import Sharded, WeightShards
 from collective_matmul.ops.matmul import checks
 
 
 @overload
 def prequantize(
-    w: jax.Array,
+    w: jax.Array | Quantized,
     fp8: str,
     *,
     weight_axis_name: str | None = None,
@@ -32,7 +35,7 @@ def prequantize(
 ) -> Quantized: ...
 @overload
 def prequantize(
-    w: Sequence[jax.Array],
+    w: Sequence[jax.Array | Quantized],
     fp8: str,
     *,
     weight_axis_name: str | None = None,
@@ -58,7 +61,8 @@ def prequantize(w, fp8, *, weight_axis_name=None, weight_dimension=0):
         q = prequantize(w.astype(x.dtype), "rowwise", weight_axis_name="fsdp").with_array(w)
 
     Args:
-      w: [K, *N] as the op takes it, in the dtype of x, or a sequence of such; or their shards.
+      w: [K, *N] as the op takes it, in the dtype of x, or a sequence of such; or their shards. They
+        may be results of `prescale`.
       fp8: the recipe, or the name of a registered format, as the op takes it.
       weight_axis_name: a mesh axis that shards the weights, as the op takes it; None: they are
         whole.
@@ -72,21 +76,88 @@ def prequantize(w, fp8, *, weight_axis_name=None, weight_dimension=0):
       NameError: if no enclosing `shard_map` has such an axis.
     """
     ws = tuple(w) if isinstance(w, Sequence) else (w,)
+    stored, arrays = _checked_format(ws, fp8), tuple(map(array_of, ws))
+    sharding = checks.weight_shards(weight_axis_name, weight_dimension)
+    operands = [_operand(w, fp8, None) for w in lax.stop_gradient(ws)]
+    dtype = arrays[0].dtype
+    forward = [matrices_of([w], dtype, False, sharding)[0] for w in operands]
+    backward = matrices_of(operands, dtype, True, sharding)
+    quantized = tuple(
+        Quantized(*each, format=stored, number=number, count=len(ws), shards=sharding)
+        for number, each in enumerate(zip(arrays, forward, backward, strict=True))
+    )
+    return quantized if isinstance(w, Sequence) else quantized[0]
+
+
+def prescale(w: jax.Array, fp8: str, *, magnitudes: Any = None) -> Quantized:
+    """Finds the largest magnitudes of a weight, which an op then quantizes with one pass less.
+
+    The op takes the result in place of `w`; what it computes is the same. Who writes a weight has
+    its largest magnitudes from the same pass, as XLA fuses both. Keep them, which tensor-wise are
+    one number, for the step that uses the weight::
+
+        kept = prescale(new_w.astype(x.dtype), "tensorwise").magnitudes        in the optimizer
+        w = prescale(w.astype(x.dtype), "tensorwise", magnitudes=kept)         in the next step
+        y = all_gather_matmul(x, w, axis_name, fp8="tensorwise")
+
+    Ops, and `prequantize`, find what such weights of one call have in common.
+
+    Args:
+      w: [K, *N] as the op takes it, in the dtype of x; or a shard of it, which the op takes with
+        `weight_axis_name`.
+      fp8: the recipe, or the name of a registered format, as the op takes it.
+      magnitudes: those of the same values that an earlier call found; None: they are found.
+
+    Returns:
+      A `Quantized` without matrices. Its `magnitudes` are None in a format that makes no use of
+      them, such as "blockwise".
+
+    Raises:
+      ValueError, TypeError: for arguments that do not fit.
+    """
+    stored = _checked_format((w,), fp8)
+    matrix = lax.stop_gradient(w).reshape(w.shape[0], math.prod(w.shape[1:]))
+    if magnitudes is None:
+        return Quantized(w, None, None, stored, magnitudes=stored.magnitudes(matrix))
+    found, expected = map(_shapes, (magnitudes, jax.eval_shape(stored.magnitudes, matrix)))
+    if found != expected:
+        raise ValueError(
+            f"magnitudes: shapes {found} for w {w.shape}; expected {expected}, as {fp8!r} has them;"
+            " pass those that prescale found of these values"
+        )
+    return Quantized(w, None, None, stored, magnitudes=magnitudes)
+
+
+def _shapes(magnitudes: Any) -> Any:
+    """The shapes of a pytree of arrays."""
+    return jax.tree.map(jax.numpy.shape, magnitudes)
+
+
+def _checked_format(ws: Sequence[Any], fp8: str) -> Format:
+    """The format of this name, of weights that it can store: arrays, or prescaled in it."""
     if fp8 is None:
         names = ", ".join(map(repr, FORMATS))
         raise ValueError(f"fp8=None: expected the name of a registered format: {names}")
     checks.fp8(fp8)
-    checks.weights(ws)
-    checks.quantizable("w", ws[0], fp8)
-    stored, sharding = FORMATS[fp8], checks.weight_shards(weight_axis_name, weight_dimension)
-    matrices = [lax.stop_gradient(w).reshape(w.shape[0], math.prod(w.shape[1:])) for w in ws]
-    forward = [stored.matrices([matrix], sharding=sharding)[0] for matrix in matrices]
-    backward = stored.matrices(matrices, transposed=True, sharding=sharding)
-    quantized = tuple(
-        Quantized(*each, format=stored, number=number, count=len(ws), shards=sharding)
-        for number, each in enumerate(zip(ws, forward, backward, strict=True))
-    )
-    return quantized if isinstance(w, Sequence) else quantized[0]
+    _check_format_of(ws, fp8)
+    arrays = [w.array if _is_prescaled(w) else w for w in ws]
+    checks.weights(arrays)
+    checks.quantizable("w", arrays[0], fp8)
+    return FORMATS[fp8]
+
+
+def _is_prescaled(w: Any) -> bool:
+    return isinstance(w, Quantized) and w.forward is None
+
+
+def _check_format_of(ws: Sequence[Any], fp8: str | None) -> None:
+    """Raises ValueError unless all that is quantized is so in this format."""
+    for w in ws:
+        if isinstance(w, Quantized) and w.fp8 != fp8:
+            raise ValueError(
+                f"fp8={fp8!r}: w is quantized by {w.fp8!r}; expected the same format; pass"
+                f" fp8={w.fp8!r}"
+            )
 
 
 def quantize_frozen(w: jax.Array, fp8: str, dtype: Any = None) -> Quantized:
@@ -123,7 +194,8 @@ def checked_weights(
     Raises:
       ValueError: if weights were quantized otherwise than the op needs them.
     """
-    quantized = [w for w in ws if isinstance(w, Quantized)]
+    _check_format_of(ws, fp8)
+    quantized = [w for w in ws if isinstance(w, Quantized) and not _is_prescaled(w)]
     if not quantized:
         return tuple(ws)
     numbers = [(w.number, w.count) for w in quantized]
@@ -141,11 +213,6 @@ def checked_weights(
                 " expected the same; pass weight_axis_name and weight_dimension to both,"
                 " prequantize and the op, or to neither"
             )
-        if w.fp8 != fp8:
-            raise ValueError(
-                f"fp8={fp8!r}: w is quantized by {w.fp8!r}; expected the same format; pass"
-                f" fp8={w.fp8!r}"
-            )
         copied, shape = w.forward, (w.shape[0], math.prod(w.shape[1:]))
         own_dtype = w.dtype if shards is None else getattr(x, "dtype", None)  # Arrays may be wider.
         if (copied.shape, copied.product_dtype) != (shape, own_dtype):
@@ -153,7 +220,7 @@ def checked_weights(
                 f"w: {own_dtype} {w.shape}, and its copies are of {copied.product_dtype}"
                 f" {copied.shape}; expected copies of this array; call prequantize for it"
             )
-    return tuple(w if w.array is None else w.with_array(unread(w.array)) for w in ws)
+    return tuple(w if w.array is None else w.with_array(unread(w.array)) for w in quantized)
 
 
 def operands_of(ws: Sequence[Any], fp8: str | None, shards: WeightShards | None) -> tuple[Any, ...]:
@@ -164,8 +231,9 @@ def operands_of(ws: Sequence[Any], fp8: str | None, shards: WeightShards | None)
 def _operand(w: Any, fp8: str | None, shards: WeightShards | None) -> Any:
     w = w.reshape(w.shape[0], math.prod(w.shape[1:]))
     if isinstance(w, Quantized):
-        forward, backward = lax.stop_gradient((w.forward, w.backward))
-        w = dataclasses.replace(w, forward=forward, backward=backward)
+        names = ("forward", "backward", "magnitudes")
+        made = {name: lax.stop_gradient(getattr(w, name)) for name in names}
+        w = dataclasses.replace(w, **made)
     elif fp8 is not None:
         w = Quantized(w, None, None, FORMATS[fp8])
     return w if shards is None else Sharded(w, shards)
