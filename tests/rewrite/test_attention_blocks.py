@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import context_attention, dot_product_attention, explain, overlap
+from collective_matmul.rewrite.find import written_blocks
 from tests.conftest import MeshFactory
 from tests.reference import AXIS
 
@@ -85,6 +86,30 @@ def test_gathers_of_keys_and_values_are_told(attend: Callable, make_mesh: MeshFa
 def test_one_gather_of_both_is_told(make_mesh: MeshFactory) -> None:
     (site,) = explain(sharded(stacked, make_mesh))(*arrays()).plain
     assert KEYS in site.reason and CALL in site.reason
+
+
+def test_the_work_grows_with_the_program(
+    make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of many layers that are not scanned: no pair of gathers is looked at by itself."""
+    calls: list[int] = []
+    reached = written_blocks.Flow.reached
+    monkeypatch.setattr(
+        written_blocks.Flow, "reached", lambda *each: calls.append(1) or reached(*each)
+    )
+
+    def work(layers: int) -> int:
+        def attend(q: Any, k: Any, v: Any) -> jax.Array:
+            for _ in range(layers):
+                q = by_einsum(q, k + q, v - q)
+            return q
+
+        calls.clear()
+        sites = explain(sharded(attend, make_mesh))(*arrays()).plain
+        assert sum(KEYS in site.reason for site in sites) > 0
+        return len(calls)
+
+    assert work(12) <= 2.2 * work(6)
 
 
 def of_experts(q: Any, k: Any, v: Any) -> jax.Array:

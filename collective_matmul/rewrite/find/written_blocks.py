@@ -327,41 +327,41 @@ def _at(product: NumberedEquation) -> str:
 
 def _parts_of_attention(flow: Flow) -> Iterator[tuple[NumberedEquation, str]]:
     """The gathers of keys and values for attention, and what to call instead."""
-    gathers = [s for s in flow.steps if kind_of(s.equation) == "all_gather" and _is_users(s)]
-    rows = [flow.reached(gather.results, _keeps_rows) for gather in gathers]
-    for gather, keys in zip(gathers, rows, strict=True):
-        for other, values in zip(gathers, rows, strict=True):
-            attention = _attention_of(flow, keys, values)
-            if attention is not None:
-                for step, what in ((gather, "keys"), (other, "values")):
-                    remark = (
-                        f"it gathers {what} for attention, {_at(attention)}; {_ATTENTION_ADVICE}"
-                    )
-                    yield step, remark
-
-
-def _attention_of(
-    flow: Flow, keys: dict[int, None], values: dict[int, None]
-) -> NumberedEquation | None:
-    """The kernel that takes both, or the product of queries with keys; None without attention."""
+    #: The gathers whose rows an array has, by its number.
+    gathers: dict[int, list[NumberedEquation]] = defaultdict(list)
     for step in flow.steps:
-        if step.name.startswith(_KERNELS):
-            if step.operands[1] in keys and step.operands[2] in values:
-                return step
-        elif _is_batched_product(step) and not keys.keys().isdisjoint(step.operands):
-            scores = flow.reached(step.results, lambda other, _: not other.multiplies)
-            weights = flow.reached(
-                (r for n in scores for s in flow.users[n] if s.name == "exp" for r in s.results),
-                lambda other, _: not other.multiplies,
-            )
-            products = (s for n in weights for s in flow.users[n] if _is_batched_product(s))
-            if any(
-                any(n in weights for n in product.operands)
-                and any(n in values and n not in weights for n in product.operands)
-                for product in products
-            ):
-                return step
-    return None
+        if kind_of(step.equation) == "all_gather" and _is_users(step):
+            for number in flow.reached(step.results, _keeps_rows):
+                gathers[number].append(step)
+    for step in flow.steps if gathers else ():
+        keys, values = _operands_of_attention(flow, step, gathers)
+        operands = {"keys": keys, "values": values}
+        found = {w: [g for n in operands[w] for g in gathers.get(n, ())] for w in operands}
+        if all(found.values()):
+            for what, of_part in found.items():
+                remark = f"it gathers {what} for attention, {_at(step)}; {_ATTENTION_ADVICE}"
+                yield from ((gather, remark) for gather in of_part)
+
+
+def _operands_of_attention(
+    flow: Flow, step: NumberedEquation, gathered: Collection[int]
+) -> tuple[Collection[int], Collection[int]]:
+    """Numbers of the keys and values of an attention, by a kernel or the product of scores.
+
+    None are found where no operand is gathered.
+    """
+    if step.name.startswith(_KERNELS):
+        return step.operands[1:2], step.operands[2:3]
+    if not _is_batched_product(step) or not any(n in gathered for n in step.operands):
+        return (), ()
+    scores = flow.reached(step.results, lambda other, _: not other.multiplies)
+    weights = flow.reached(
+        (r for n in scores for s in flow.users[n] if s.name == "exp" for r in s.results),
+        lambda other, _: not other.multiplies,
+    )
+    products = (s for n in weights for s in flow.users[n] if _is_batched_product(s))
+    values = (n for product in products for n in product.operands if n not in weights)
+    return step.operands, dict.fromkeys(values)
 
 
 def _keeps_rows(step: NumberedEquation, number: int) -> bool:
