@@ -104,11 +104,11 @@ class Shared:
       *names: the names of the layers in the module that the pattern matches: at least two.
       gather_dimension: as for `Column`.
       fp8: as for `Column`.
-      heads: as for `Column`, by the names of layers. Those that are named have heads of one size:
-        name the queries' layer beside those of keys and values, and a wrong number is refused.
+      heads: as for `Column`, by the name of each layer, or None. All have heads of one size, by
+        which a wrong number is found and refused.
 
     Raises:
-      ValueError: unless there are at least two names, all different, and `heads` has no others.
+      ValueError: unless there are at least two names, all different, and `heads` has the same.
     """
 
     names: tuple[str, ...]
@@ -129,9 +129,11 @@ class Shared:
             )
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "gather_dimension", gather_dimension)
-        if unknown := {*(heads or {})} - {*names}:
+        # A wrong number is one that makes heads of another size than the other layers have.
+        if heads is not None and (not isinstance(heads, Mapping) or {*heads} != {*names}):
             raise ValueError(
-                f"heads={heads}: expected names among {names}, not {', '.join(sorted(unknown))}"
+                f"heads={heads!r}: expected the number of heads of each layer by name, of all of"
+                f" {', '.join(names)}, such as {dict.fromkeys(names, 8)}"
             )
         object.__setattr__(self, "fp8", checks.fp8(fp8))
         object.__setattr__(self, "heads", tuple((heads or {}).items()))

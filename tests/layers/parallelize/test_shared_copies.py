@@ -93,8 +93,11 @@ class FlatLinen(linen.Module):
 #: Numbers of heads that do not fit the features beside them, with the sentence that says so.
 WRONG = {
     "more heads": ({"q": 8, "k": 4, "v": 4}, "'q' has 64 features, 8 heads of 8; 'k' has 16"),
-    "one wrong": ({"k": 2, "v": 1}, "'k' has 16 features, 2 heads of 8; 'v' has 16"),
-    "no divisor": ({"k": 12}, "heads=12: expected the number of heads whose features"),
+    "one wrong": ({"q": 8, "k": 2, "v": 1}, "'k' has 16 features, 2 heads of 8; 'v' has 16"),
+    "no divisor": (
+        {"q": 8, "k": 12, "v": 2},
+        "heads=12: expected the number of heads whose features",
+    ),
 }
 
 
@@ -135,5 +138,7 @@ def test_devices_have_the_same_part_of_one_dimension(make_mesh, copies, expected
 
 
 def test_heads_of_a_layer_that_does_not_share_are_refused():
-    with pytest.raises(ValueError, match=r"expected names among .*'k'.*, not w"):
-        Shared("q", "k", heads={"w": 2})
+    for heads in ({"w": 2}, {"k": 4, "v": 4}, {"q": 8, "k": 2, "v": 2, "w": 2}, {}, 8):
+        wrong: Any = heads
+        with pytest.raises(ValueError, match=r"heads=.*: expected the number of heads of each"):
+            Shared("q", "k", "v", heads=wrong)
