@@ -78,11 +78,13 @@ def choose_attention(
     """
     if requested not in (None, TRITON, XLA):
         raise ValueError(f"cache_attention={requested!r}: expected None, {TRITON!r} or {XLA!r}")
+    if requested != TRITON:
+        return XLA
     heads = config.num_heads // config.num_key_value_heads
     reason = valid_attention.unsupported_reason(heads, config.head_dim, dtype, device)
-    if requested == TRITON and reason is not None:
+    if reason is not None:
         raise ValueError(f"cache_attention={TRITON!r}: {reason}; pass {XLA!r}")
-    return requested or XLA
+    return TRITON
 
 
 def attend(
