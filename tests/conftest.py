@@ -6,12 +6,15 @@ Give jitted functions NumPy arrays: their shards are cut on the host, while each
 
 from __future__ import annotations
 
+import ast
 import gc
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 # Threads of OpenBLAS spin while they wait for each other's part of a product: on the small matrices
 # of tests they take several times the CPU seconds of one thread. It is read when NumPy is imported.
@@ -90,6 +93,22 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+if sys.version_info < (3, 11, 8):
+    # There, an `ast.parse` inside another raises SystemError (CPython's gh-106905). The inner one
+    # may be the traceback of a failed finalizer, such as those of orbax that pyproject.toml lists,
+    # when garbage is collected while tyro reads the trainer's classes.
+    _parse = ast.parse
+
+    def _parse_without_collecting(*arguments: Any, **keywords: Any) -> ast.AST:
+        gc.disable()
+        try:
+            return _parse(*arguments, **keywords)
+        finally:
+            gc.enable()
+
+    ast.parse = _parse_without_collecting
 
 
 def pytest_collection_finish() -> None:
