@@ -108,6 +108,23 @@ def test_which_stacks_the_kernels_convert(
     assert kernels(False, Target(132)) == 0
 
 
+@lowers_triton
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("layers", "kernels"), [(4, 1), (5, 0)])
+def test_all_layers_of_a_scan_have_offsets_of_32_bits(
+    layers: int, kernels: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values of 2³¹ numbers and more, in up to 2³² bytes, have offsets of 32 bits in JAX."""
+    monkeypatch.setattr(device, "target", lambda: Target(132))
+    monkeypatch.setattr(stack_kernels, "on_one_device", lambda: True)
+    w = jax.ShapeDtypeStruct((layers, 8, 4096, 14336), jnp.bfloat16)
+    run = jax.jit(jax.vmap(lambda w: ROWWISE.stacks([w], transposed=transposed)))
+    mesh = AbstractMesh((1,), ("expert",), (AxisType.Auto,), abstract_device=H100)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = run.trace(w).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == kernels
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("transposed", "terms"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize("shape", [(4, 2048, 768), (1, 1024, 14336), (3, 520, 40)])

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from collective_matmul.operands.recipes.recipe import Recipe
 from collective_matmul.operands.scaled import stack_kernels
 from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix
@@ -21,9 +24,27 @@ class Rowwise(Recipe):
         self, ws: Sequence[Array], *, transposed: bool = False, sharding: Any = None
     ) -> tuple[ScaledMatrix, ...]:
         """Stacks of scaled matrices; see `Format`."""
-        alone = transposed or len(ws) == 1
-        if sharding is not None or not alone or not stack_kernels.can_convert(ws):
+        if sharding is not None or not (transposed or len(ws) == 1):
             return super().stacks(ws, transposed=transposed, sharding=sharding)
+
+        @jax.custom_batching.custom_vmap
+        def stacks(*ws: jax.Array) -> tuple[ScaledMatrix, ...]:
+            return self._whole_stacks(ws, transposed)
+
+        @stacks.def_vmap
+        def _(layers: int, has_layers: Sequence[bool], *ws: jax.Array) -> Any:
+            """Layers are further matrices of the stacks, so that `can_convert` sees all numbers."""
+            assert all(has_layers)
+            made = stacks(*(w.reshape(-1, *w.shape[2:]) for w in ws))
+            divided = jax.tree.map(lambda leaf: leaf.reshape(layers, -1, *leaf.shape[1:]), made)
+            return divided, jax.tree.map(lambda _: True, made)
+
+        return stacks(*map(jnp.asarray, ws))
+
+    def _whole_stacks(self, ws: Sequence[jax.Array], transposed: bool) -> tuple[ScaledMatrix, ...]:
+        """Stacks of matrices whose scales are found here."""
+        if not stack_kernels.can_convert(ws):
+            return super().stacks(ws, transposed=transposed)
         scale = functools.partial(self.scale, dtype=self.dtype)
         if transposed:
             values, scales = stack_kernels.in_rows(ws, scale, self.dtype)
