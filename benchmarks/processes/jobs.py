@@ -52,17 +52,15 @@ class ResidentJob:
         self._started = []
         for number in range(processes):
             ours, theirs = context.Pipe()
-            place = platform, devices, processes, number, address
-            given = work, arguments, place, seconds, theirs
-            process = context.Process(target=_serve, args=given, daemon=True)
+            given = work, arguments, (platform, devices, processes, number, address)
+            process = context.Process(target=_serve, args=(*given, seconds, theirs), daemon=True)
             process.start()
-            theirs.close()
-            self._connections.append(ours)
             self._started.append(process)
+            self._connections.append(ours)
+            theirs.close()
 
     def __str__(self) -> str:
-        count = len(self._started)
-        return f"{count} process{'es' if count > 1 else ''}"
+        return "1 process" if len(self._started) == 1 else f"{len(self._started)} processes"
 
     def request(self, request: Any = None) -> None:
         """Sends a request to all processes; the first one is None."""
@@ -111,15 +109,15 @@ def _serve(
     seconds: float,
     connection: Connection,
 ) -> None:
-    """Answers requests in a process of a job. One that is late says where it is."""
+    """Answers requests in a process of a job. One that is late says where it is, and ends."""
     late = max(seconds - 10.0, seconds / 2)
     try:
-        faulthandler.dump_traceback_later(late)
+        faulthandler.dump_traceback_later(late, exit=True)
         _join(*place)
         answering: Any = work(*arguments)
         while True:
             request = connection.recv()
-            faulthandler.dump_traceback_later(late)
+            faulthandler.dump_traceback_later(late, exit=True)
             connection.send(answering.send(request))
             faulthandler.cancel_dump_traceback_later()
     except EOFError:
@@ -136,7 +134,7 @@ def _serve(
 def _join(platform: str, devices: int, processes: int, number: int, address: str) -> None:
     """Chooses the devices of this process, and finds the others; the first has the address."""
     count = devices // processes
-    own = range(number * count, (number + 1) * count)
+    own = [*range(number * count, (number + 1) * count)]
     jax.config.update("jax_cuda_visible_devices", ",".join(map(str, own)))
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -145,5 +143,6 @@ def _join(platform: str, devices: int, processes: int, number: int, address: str
         # A process would read what another is writing.
         jax.config.update("jax_enable_compilation_cache", False)
     if processes > 1:
-        whom = address, processes, number
-        jax.distributed.initialize(*whom, list(own), initialization_timeout=120)
+        # Else JAX catches SIGTERM, by which Python ends processes before it waits for them.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(address, processes, number, own, initialization_timeout=120)

@@ -158,6 +158,7 @@ def _measure(settings: Processes, report: Report, kind: Kind) -> None:
     try:
         for processes in (1, settings.devices):
             job = ResidentJob(work, (settings, kind), *where, processes, settings.job_seconds)
+            jobs[job] = {}  # It is ended whatever happens.
             jobs[job] = _compiled(job, settings, kind)
             report.log(f"{kind}: compiled in {job}")
             plain, *_ = jobs.values()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -69,6 +70,25 @@ def test_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
         assert {len(result["samples"]) for result in results.values()} == {2}
     for name, result in one.items():
         assert two[name]["gradient_norm"] == pytest.approx(result["gradient_norm"], rel=1e-3)
+
+
+def test_jobs_end_if_one_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    def job(*arguments: Any) -> Any:
+        return mock.Mock(end=lambda: ended.append(arguments[-2]))
+
+    def compiled(*arguments: Any) -> Any:
+        if next(numbers):
+            raise KeyboardInterrupt
+        return {}
+
+    numbers = iter((0, 1))
+    monkeypatch.setattr(processes, "ResidentJob", job)
+    monkeypatch.setattr(processes, "_compiled", compiled)
+    with pytest.raises(KeyboardInterrupt):
+        run(Processes(**SMALL, output=tmp_path))
+    assert ended == [1, 2]
 
 
 def test_numbers_of_every_device_are_compared(make_mesh: MeshFactory) -> None:
