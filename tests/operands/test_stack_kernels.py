@@ -20,6 +20,7 @@ from collective_matmul.operands.recipes.rowwise import ROWWISE
 from collective_matmul.operands.scaled import stack_kernels
 from collective_matmul.operands.scaled.scaled_matrix import ScaledMatrix
 from tests.hopper import skip_without_hopper
+from tests.kernel_bounds import rounds_as_triton, within_bounds
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
 lowers_triton = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -55,7 +56,8 @@ def interpreted(ws: Any, transposed: bool) -> Any:
         name: functools.partial(getattr(stack_kernels, name), interpret=True)
         for name in ("in_rows", "in_columns")
     }
-    with mock.patch.multiple(stack_kernels, can_convert=lambda ws: True, **kernels):
+    always = mock.patch.multiple(stack_kernels, can_convert=lambda ws: True, **kernels)
+    with always, within_bounds(stack_kernels):
         return jax.jit(lambda ws: ROWWISE.stacks(ws, transposed=transposed))(ws)
 
 
@@ -72,6 +74,18 @@ def test_stacks_are_those_of_single_matrices(
     found = interpreted(ws, transposed)
     for one, other in zip(found, as_default(ws, transposed), strict=True):
         assert_same(one, other)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_is_not_finite_is_nan_where_conversions_stop_at_the_largest_number(
+    transposed: bool,
+) -> None:
+    w = stack(0, 2, 9, 6)
+    (expected,) = as_default([w], transposed)
+    assert np.isnan(np.asarray(expected.values, np.float32)).any()
+    with rounds_as_triton(stack_kernels):
+        (found,) = interpreted([w], transposed)
+    assert_same(found, expected)
 
 
 def test_stacks_of_layers() -> None:
@@ -106,6 +120,20 @@ def test_which_stacks_the_kernels_convert(
     assert kernels(True, Target(132)) == 1
     assert kernels(True, None) == 0
     assert kernels(False, Target(132)) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "can"),
+    [((8, 4096, 16384), True), ((8, 16, 16512), False), ((32, 8192, 8192), False)],
+)
+def test_sizes_that_the_kernels_convert(
+    shape: tuple[int, ...], can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program has registers for a row, and offsets have 32 bits."""
+    monkeypatch.setattr(device, "target", lambda: Target(132))
+    monkeypatch.setattr(stack_kernels, "on_one_device", lambda: True)
+    w: Any = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    assert stack_kernels.can_convert([w, w]) == can
 
 
 @lowers_triton

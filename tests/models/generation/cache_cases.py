@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.generation import valid_attention
 from models.generation.valid_attention import KeyBlocks, attend_to_valid
+from tests.kernel_bounds import within_bounds
 
 #: Results have one rounding, relative to the largest; weights have another before they multiply
 #: values, and scores are rounded when they are added up.
@@ -28,6 +31,8 @@ class CacheCase:
     window: int | None = None
     sinks: bool = False
     blocks: KeyBlocks | None = None
+    scores: float = 1.0
+    """The scale of scores. If it is not 1, they are whole multiples of 1 / sqrt(size)."""
 
     def check(self, *, interpret: bool = False) -> None:
         """Asserts that the kernel's result is that of float64."""
@@ -49,7 +54,8 @@ class CacheCase:
                 interpret=interpret,
             )
 
-        with jax.default_matmul_precision("highest"):
+        checked = within_bounds(valid_attention) if interpret else contextlib.nullcontext()
+        with jax.default_matmul_precision("highest"), checked:
             result = attend(query, key, value)
         expected = self._expected(query, key, value, sinks)
         assert result.dtype == self.dtype and result.shape == expected.shape
@@ -60,7 +66,10 @@ class CacheCase:
         rng = np.random.default_rng(0)
         cache = (len(self.positions), self.heads, self.capacity, self.size)
         shapes = (*cache[:2], self.group, self.size), cache, cache
-        query, key, value = (jnp.asarray(rng.normal(size=s), self.dtype) for s in shapes)
+        drawn = [rng.normal(size=s) for s in shapes]
+        if self.scores != 1:
+            drawn[:2] = (np.round(x * self.scores**0.5) for x in drawn[:2])
+        query, key, value = (jnp.asarray(x, self.dtype) for x in drawn)
         sinks = jnp.asarray(rng.normal(size=(self.heads, self.group)), self.dtype)
         return query, key, value, sinks if self.sinks else None
 
@@ -74,8 +83,10 @@ class CacheCase:
     ) -> np.ndarray:
         q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
         scores = np.einsum("bkgh,bkch->bkgc", q, k) / np.sqrt(self.size)
-        weights = np.where(self._seen()[:, None, None], np.exp(scores), 0)
+        scores = np.where(self._seen()[:, None, None], scores, -np.inf)
+        highest = scores.max(-1, keepdims=True)
+        weights = np.exp(scores - highest)
         total = weights.sum(-1, keepdims=True)
         if sinks is not None:
-            total += np.exp(np.asarray(sinks, np.float64))[..., None]
+            total += np.exp(np.asarray(sinks, np.float64)[..., None] - highest)
         return np.einsum("bkgc,bkch->bkgh", weights / total, v)

@@ -51,6 +51,14 @@ def test_values_of_other_shapes(case: CacheCase) -> None:
     case.check(interpret=True)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_scores_whose_exponentials_are_infinite(splits: int, sinks: bool) -> None:
+    blocks = KeyBlocks(16, splits)
+    case = CacheCase(BORDERS, CAPACITY, sinks=sinks, dtype="float32", blocks=blocks, scores=200.0)
+    case.check(interpret=True)
+
+
 def test_a_position_after_the_cache_is_its_last() -> None:
     case = CacheCase((CAPACITY + 30,), CAPACITY, dtype="float32", blocks=KeyBlocks(16, 3))
     case.check(interpret=True)

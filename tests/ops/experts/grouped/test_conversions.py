@@ -15,12 +15,15 @@ from collective_matmul.mosaic_gpu import device
 from collective_matmul.mosaic_gpu.device import Target
 from collective_matmul.operands.format import FORMATS, Format
 from collective_matmul.operands.grouped import Conversion, separate_rows
+from collective_matmul.operands.recipes import recipe
 from collective_matmul.operands.recipes.recipe import Recipe
 from collective_matmul.operands.recipes.rowwise import ROWWISE
 from collective_matmul.operands.scaled.scaled_rows import ScaledRows
+from collective_matmul.ops.experts.grouped import triton_kernels
 from collective_matmul.ops.experts.grouped.triton_kernels import map_rows
 from collective_matmul.ops.experts.grouped.xla import XlaGrouped
 from tests.hopper import skip_without_hopper
+from tests.kernel_bounds import rounds_as_triton, within_bounds
 from tests.ops.experts.grouped.test_kernels import lowered, lowers_triton, shaped
 
 RECIPES = ["tensorwise", "rowwise", "blockwise"]
@@ -36,7 +39,10 @@ class _WithoutKernel(Recipe):
 
 
 def gradients(a: jax.Array, b: jax.Array, value: jax.Array) -> tuple:
-    return (a * b, a * value, b), a + b
+    """Of zeros, as behind the columns, the first result and what is summed are the largest."""
+    is_zero = (a == 0) & (b == 0)
+    product, sum_ = (jnp.where(is_zero, 1e30, each) for each in (a * b, a + b))
+    return (product, a * value, b), sum_
 
 
 def drawn(width: int) -> list[np.ndarray]:
@@ -58,7 +64,8 @@ def mapped(conversion: Conversion | None, width: int, **options: Any) -> Sequenc
     run = functools.partial(
         map_rows, gradients, results=3, row_sums=True, conversion=conversion, interpret=True
     )
-    return jax.jit(run)(*arguments)
+    with within_bounds(triton_kernels):
+        return jax.jit(run)(*arguments)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -95,11 +102,26 @@ def test_operands_are_those_of_the_arrays(fp8: str, width: int, keeps_arrays: bo
         )
 
 
+def test_what_is_not_finite_is_nan_where_conversions_stop_at_the_largest_number() -> None:
+    conversion = Conversion(ROWWISE, 2)
+    *_, expected, _ = mapped(conversion, 96)
+    with rounds_as_triton(recipe):
+        *_, found, _ = mapped(conversion, 96)
+    assert np.isnan(np.asarray(found.values[:USED], np.float32)).any()
+    assert_same(found.values, expected.values)
+
+
 def test_a_format_without_rows_in_registers_is_converted_afterwards() -> None:
     *_, one = mapped(Conversion(_WithoutKernel("without"), 1), 96)
     *_, expected = mapped(Conversion(ROWWISE, 1), 96)
     assert not isinstance(one, ScaledRows)
     assert_same(one.values, expected.values)
+
+
+@pytest.mark.parametrize(("width", "is_fused"), [(16384, True), (16512, False)])
+def test_rows_longer_than_registers_are_converted_afterwards(width: int, is_fused: bool) -> None:
+    *_, one, _ = jax.eval_shape(lambda: mapped(Conversion(ROWWISE, 2), width))
+    assert isinstance(one, ScaledRows) == is_fused
 
 
 def test_the_default_converts_too() -> None:
