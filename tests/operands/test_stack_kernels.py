@@ -99,6 +99,16 @@ def test_stacks_of_layers() -> None:
             assert_same(jax.tree.map(lambda leaf: leaf[layer], found), expected)  # noqa: B023
 
 
+def test_stacks_of_layers_beside_one_that_all_share() -> None:
+    w, shared = np.stack([stack(seed, 2, 9, 6) for seed in range(3)]), stack(3, 2, 9, 6)
+    run = lambda w, shared: interpreted([w, shared], transposed=True)  # noqa: E731
+    found = jax.vmap(run, in_axes=(0, None))(w, shared)
+    for layer, own in enumerate(w):
+        expected = as_default([own, shared], transposed=True)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(jax.tree.map(lambda leaf: leaf[layer], one), other)  # noqa: B023
+
+
 @lowers_triton
 @pytest.mark.parametrize("transposed", [False, True])
 def test_which_stacks_the_kernels_convert(

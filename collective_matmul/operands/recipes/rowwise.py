@@ -34,8 +34,9 @@ class Rowwise(Recipe):
         @stacks.def_vmap
         def _(layers: int, has_layers: Sequence[bool], *ws: jax.Array) -> Any:
             """Layers are further matrices of the stacks, so that `can_convert` sees all numbers."""
-            assert all(has_layers)
-            made = stacks(*(w.reshape(-1, *w.shape[2:]) for w in ws))
+            pairs = zip(ws, has_layers, strict=True)
+            whole = [w if has else jnp.broadcast_to(w, (layers, *w.shape)) for w, has in pairs]
+            made = stacks(*(w.reshape(-1, *w.shape[2:]) for w in whole))
             divided = jax.tree.map(lambda leaf: leaf.reshape(layers, -1, *leaf.shape[1:]), made)
             return divided, jax.tree.map(lambda _: True, made)
 

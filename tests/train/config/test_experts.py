@@ -188,6 +188,7 @@ def test_the_loss_in_8_bits_falls_as_in_float32(changes: dict[str, Any]) -> None
 
 
 ZERO_3 = {"fp8": "rowwise", "zero": 3}
+WHOLE = {"fp8": "rowwise", "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,8 @@ ZERO_3 = {"fp8": "rowwise", "zero": 3}
                 ((1, 2, 2), ZERO_3 | {"weight_gather": "matmuls", "scan_layers": 1}, True),
                 ((1, 2, 2), ZERO_3 | {"fp8": "blockwise", "expert_axes": "none"}, True),
                 ((1, 2, 2), ZERO_3 | {"fp8": "tensorwise", "expert_axes": "fsdp"}, False),
-                ((1, 1, 2), {"fp8": "rowwise", "gradient_accumulation_steps": 2}, False),
+                ((1, 1, 2), WHOLE, False),
+                ((1, 1, 2), WHOLE | {"scan_layers": 1, "model": RUN.model}, False),
             )
         ),
     ],
