@@ -39,7 +39,7 @@ class _WithoutKernel(Recipe):
 
 
 def gradients(a: jax.Array, b: jax.Array, value: jax.Array) -> tuple:
-    """Of zeros, as behind the columns, the first result and what is summed are the largest."""
+    """The first result and what is summed are largest for zeros, as behind the columns."""
     is_zero = (a == 0) & (b == 0)
     product, sum_ = (jnp.where(is_zero, 1e30, each) for each in (a * b, a + b))
     return (product, a * value, b), sum_
