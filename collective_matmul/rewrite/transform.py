@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from collective_matmul.ops.matmul.checks import Implementation
 from collective_matmul.rewrite.find.placements import explicit_axes
 from collective_matmul.rewrite.find.report import FoundSite, consider, table
 from collective_matmul.rewrite.find.scoped_recipes import Fp8, scoped_recipes
+from collective_matmul.rewrite.find.written_blocks import WrittenBlocks
 from collective_matmul.rewrite.rewriter import Rewriter
 
 #: Why a function has no sites, and what to do about it.
@@ -118,7 +119,7 @@ def overlap(
             f"require={require!r}: expected a number of sites, 0 or more, or None for any"
         )
 
-    def rewritten(fun: Callable, *args: Any, **kwargs: Any) -> Any:
+    def replaced(fun: Callable, *args: Any, **kwargs: Any) -> Any:
         traced = _Traced(fun, args, kwargs)
         recipes.check(traced.program.jaxpr)
         rewriter = Rewriter(requested, recipes)
@@ -132,10 +133,10 @@ def overlap(
     @functools.wraps(fun)
     def overlapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            return rewritten(pure_function(fun), *args, **kwargs)
+            return replaced(pure_function(fun), *args, **kwargs)
         except GraphNodesError:
             graph = GraphFunction(fun)
-            return graph.call(functools.partial(rewritten, graph.pure), args, kwargs)
+            return graph.call(functools.partial(replaced, graph.pure), args, kwargs)
 
     return overlapped
 
@@ -176,21 +177,36 @@ def traced_program(fun: Callable, args: tuple, kwargs: dict) -> Any:
 
 def sites_of(program: Any, requested: tuple[str, ...] | None = None) -> list[FoundSite]:
     """The gathers and sums of a closed jaxpr, and what `overlap` would do about each."""
-    return sites_and_keys(program, requested)[0]
+    return rewritten(program, requested).sites
 
 
-def sites_and_keys(
-    program: Any, requested: tuple[str, ...] | None = None
-) -> tuple[list[FoundSite], dict[int, tuple]]:
-    """Finds `sites_of` a program, with the keys of those outside shard_map, by ids of equations."""
-    rewriter = Rewriter(requested)
-    rewriter.rewrite(program)
-    return rewriter.found, rewriter.keys
+class Rewritten(NamedTuple):
+    """What `overlap` makes of a closed jaxpr.
+
+    Attributes:
+      program: the new closed jaxpr.
+      sites: every gather and sum over devices of the old one, in the order of the program.
+      keys: the keys of those outside shard_map, by the ids of equations of the old one.
+    """
+
+    program: Any
+    sites: list[FoundSite]
+    keys: dict[int, tuple]
 
 
-def rewritten_program(program: Any) -> Any:
-    """The closed jaxpr that `overlap` makes of another."""
-    return Rewriter(None).rewrite(program)
+def rewritten(
+    program: Any, requested: tuple[str, ...] | None = None, blocks: WrittenBlocks | None = None
+) -> Rewritten:
+    """Rewrites a closed jaxpr as `overlap` does.
+
+    Args:
+      program: the closed jaxpr.
+      requested: names of backends, as `overlap` takes them.
+      blocks: the hand-written blocks that are known from rewriting it before, as it is.
+    """
+    rewriter = Rewriter(requested, blocks=blocks)
+    new = rewriter.rewrite(program)
+    return Rewritten(new, rewriter.found, rewriter.keys)
 
 
 _shows_devices = Holds(
