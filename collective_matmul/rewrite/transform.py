@@ -108,7 +108,7 @@ def overlap(
       ``overlap_jit(overlap(fun))`` does so once for each shape.
 
     Raises:
-      ValueError: when called, if there are fewer sites than `require`, with a table of them, or if
+      ValueError: when called, if there are fewer sites than `require`, with a table of those that are left alone, or if
         `fp8` names a scope that the function does not have; at once, for an invalid `require`,
         `fp8` or `implementation`.
     """
@@ -266,7 +266,8 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _check(require: int | None, found: list[FoundSite], in_shard_map: bool) -> None:
-    replaced = sum(site.replaced for site in found)
+    alone = [site for site in found if not site.replaced]
+    replaced = len(found) - len(alone)
     if require is None or replaced >= require:
         return
     if not in_shard_map:
@@ -276,7 +277,10 @@ def _check(require: int | None, found: list[FoundSite], in_shard_map: bool) -> N
             f"require={require}: the function has no gathers and no sums over devices; require 0,"
             " or pass the function that communicates"
         )
+    counted = f"require={require}: only {replaced} of {len(found)} gathers and sums over devices"
+    if not alone:
+        raise ValueError(f"{counted} were replaced; require at most {replaced}")
     raise ValueError(
-        f"require={require}: only {replaced} gathers and sums over devices were replaced;"
-        f" see why the others were left alone, or require fewer\n{table(found)}"
+        f"{counted} were replaced; require fewer, or change the others:\n\n"
+        + table(alone)
     )

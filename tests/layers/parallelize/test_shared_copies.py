@@ -138,7 +138,31 @@ def test_devices_have_the_same_part_of_one_dimension(make_mesh, copies, expected
 
 
 def test_heads_of_a_layer_that_does_not_share_are_refused():
-    for heads in ({"w": 2}, {"k": 4, "v": 4}, {"q": 8, "k": 2, "v": 2, "w": 2}, {}, 8):
+    for heads in ({"w": 2}, {"q": 8, "k": 2, "v": 2, "w": 2}, {}, 8):
         wrong: Any = heads
-        with pytest.raises(ValueError, match=r"heads=.*: expected the number of heads of each"):
+        with pytest.raises(ValueError, match=r"heads=.*; expected the number of heads of each"):
             Shared("q", "k", "v", heads=wrong)
+    with pytest.raises(ValueError, match="names 'w', which is not among the layers; expected"):
+        Shared("q", "k", heads={"q": 8, "k": 2, "w": 2})
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("given", "missing", "whole"),
+    [
+        ({"q": 8, "k": 2}, "'v'", "{'q': 8, 'k': 2, 'v': ...}"),
+        ({"k": 2, "q": 8}, "'v'", "{'q': 8, 'k': 2, 'v': ...}"),
+        ({"q": 8, "v": 2}, "'k'", "{'q': 8, 'k': ..., 'v': 2}"),
+        ({"v": 2, "q": 8}, "'k'", "{'q': 8, 'k': ..., 'v': 2}"),
+        ({"q": 8}, "'k' and 'v'", "{'q': 8, 'k': ..., 'v': ...}"),
+        ({"k": 2, "v": 2}, "'q'", "{'q': ..., 'k': 2, 'v': 2}"),
+    ],
+)
+def test_a_forgotten_layer_is_named_with_what_to_write(make_mesh, library, given, missing, whole):
+    made = Flat(nnx.Rngs(0)) if library == "nnx" else FlatLinen()
+    with pytest.raises(ValueError) as error:
+        parallelize(made, {"": Shared(*HEADS, heads=given)}, mesh=make_mesh({"tensor": 4}))
+    assert str(error.value) == (
+        f"heads={given} has no number for {missing}; expected the number of heads of each layer that"
+        f" shares the gather: heads={whole}"
+    )
