@@ -67,7 +67,9 @@ class Rewriter:
         self.keys: dict[int, tuple] = {}
         self._implementation = implementation
         self._around = Surroundings(
-            Divergence(axis_sizes or {}), recipes or ScopedRecipes(), blocks=blocks or WrittenBlocks()
+            Divergence(axis_sizes or {}),
+            recipes or ScopedRecipes(),
+            blocks=blocks or WrittenBlocks(),
         )
         self._done = ByIdentity[Any]()
         self._tracer = SiteTracer(implementation)

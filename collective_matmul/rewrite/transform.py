@@ -108,9 +108,9 @@ def overlap(
       ``overlap_jit(overlap(fun))`` does so once for each shape.
 
     Raises:
-      ValueError: when called, if there are fewer sites than `require`, with a table of those that are left alone, or if
-        `fp8` names a scope that the function does not have; at once, for an invalid `require`,
-        `fp8` or `implementation`.
+      ValueError: when called, if there are fewer sites than `require`, with a table of the gathers
+        and sums that are left alone, or if `fp8` names a scope that the function does not have; at
+        once, for an invalid `require`, `fp8` or `implementation`.
     """
     check_function(fun)
     requested, recipes = checks.implementation(implementation), scoped_recipes(fp8)
@@ -281,6 +281,5 @@ def _check(require: int | None, found: list[FoundSite], in_shard_map: bool) -> N
     if not alone:
         raise ValueError(f"{counted} were replaced; require at most {replaced}")
     raise ValueError(
-        f"{counted} were replaced; require fewer, or change the others:\n\n"
-        + table(alone)
+        f"{counted} were replaced; require fewer, or change the others:\n\n" + table(alone)
     )

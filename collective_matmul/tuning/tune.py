@@ -49,15 +49,15 @@ def tune(
 ) -> Table:
     """Measures collective matmuls on the devices here, so that the fastest backend is chosen.
 
-    ``tune(fun, *args)`` traces a function, as `explain` does, and measures every collective matmul
-    in it, including those of gradients if the function takes gradients. These are ops that it calls,
-    in layers or by itself, and those that `overlap` puts in place of its gathers and sums. Each is measured in a
-    program that repeats it, with the backends in turns. This takes seconds for each, mostly to
-    compile, and prints its progress. Every result is saved at once: an interrupted call loses
-    nothing and can be repeated. Ops on operands in 8 bits are measured on such operands, and
-    decide about ops whose operands are stored alike. Einsums that are not matmuls are left out, and
-    so are ops that gather their weights over a second mesh axis in the same loop; the cost model
-    decides about them.
+    ``tune(fun, *args)`` traces a function, as `explain` does, and measures every collective
+    matmul in it, including those of gradients if the function takes gradients. These are ops
+    that it calls, in layers or by itself, and those that `overlap` puts in place of its gathers
+    and sums. Each is measured in a program that repeats it, with the backends in turns. This
+    takes seconds for each, mostly to compile, and prints its progress. Every result is saved at
+    once: an interrupted call loses nothing and can be repeated. Ops on operands in 8 bits are
+    measured on such operands, and decide about ops whose operands are stored alike. Einsums
+    that are not matmuls are left out, and so are ops that gather their weights over a second
+    mesh axis in the same loop; the cost model decides about them.
 
     Several processes tune together: each calls this with the same arguments, for sites of as many
     devices as all processes have. All keep the times of process 0, each in its own file if they

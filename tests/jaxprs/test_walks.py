@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -13,7 +15,7 @@ from collective_matmul.rewrite.find.placements import auto_axes
 DEPTH = 40
 
 
-def doubled(x: jax.Array, depth: int = DEPTH) -> jax.Array:
+def doubled(x: Any, depth: int = DEPTH) -> jax.Array:
     """Calls one function twice, which calls another twice, and so on: 2**depth sines."""
     fun = jnp.sin
     for _ in range(depth):

@@ -186,7 +186,7 @@ def test_the_table_of_what_is_left_alone_is_that_of_explain(make_mesh: MeshFacto
 
 def test_where_every_site_is_replaced_no_table_follows(block: tuple) -> None:
     fun, arguments = block
-    with pytest.raises(ValueError, match="only 2 of 2 .* require at most 2$"):
+    with pytest.raises(ValueError, match=r"only 2 of 2 .* require at most 2$"):
         overlap(fun, require=3)(*arguments)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import linen
 from flax.linen.dtypes import promote_dtype
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.linear.functions import (
@@ -76,7 +76,7 @@ class ParallelModule:
     module: linen.Module
     plan: ParallelStyles
     axis_name: str = "tensor"
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     implementation: Implementation = None
     # A kernel's shape does not tell an additional feature dimension from layers stacked by
     # linen.scan. The layer does, when it is called.

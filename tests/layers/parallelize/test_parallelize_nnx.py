@@ -216,8 +216,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "shared and alone": (
         {"blocks.0": Shared("up", "down"), "*.up": Row()},
-        f"plan: '*.up' has {Row()} for 'blocks.0.up', and 'blocks.0' has {Column()} for it; drop one"
-        " entry",
+        f"plan: '*.up' has {Row()} for 'blocks.0.up', and 'blocks.0' has {Column()} for it; drop"
+        " one entry",
     ),
     "empty": ({}, "plan={}: expected at least one entry"),
     "size": (

@@ -163,6 +163,6 @@ def test_a_forgotten_layer_is_named_with_what_to_write(make_mesh, library, given
     with pytest.raises(ValueError) as error:
         parallelize(made, {"": Shared(*HEADS, heads=given)}, mesh=make_mesh({"tensor": 4}))
     assert str(error.value) == (
-        f"heads={given} has no number for {missing}; expected the number of heads of each layer that"
-        f" shares the gather: heads={whole}"
+        f"heads={given} has no number for {missing}; expected the number of heads of each layer"
+        f" that shares the gather: heads={whole}"
     )
