@@ -287,7 +287,7 @@ class _RecordedTrace:
         return ClosedJaxpr(without_dead_code(self.program.jaxpr), self.program.consts)
 
     def overlapped(self, allowed: Any) -> Rewritten:
-        """What `overlap` would make of the live program, as `peer_kernels_allowed` says."""
+        """Rewrites the live program as `overlap` does, with `peer_kernels_allowed` as given."""
         # Sites are found after the function is traced: decisions about them are not recorded.
         with peer_kernels_allowed(allowed), count_runs(self.counter):
             return rewritten(self.live, blocks=self.blocks)

@@ -181,7 +181,7 @@ def sites_of(program: Any, requested: tuple[str, ...] | None = None) -> list[Fou
 
 
 class Rewritten(NamedTuple):
-    """What `overlap` makes of a closed jaxpr.
+    """A closed jaxpr after `overlap`, and its sites.
 
     Attributes:
       program: the new closed jaxpr.

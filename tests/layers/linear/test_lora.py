@@ -267,7 +267,7 @@ def test_the_scale_of_rslora_is_of_the_root_of_the_rank():
 
 
 def test_explain_counts_what_a_block_that_is_computed_again_needs(make_mesh: MeshFactory):
-    """Of the last layer again, adapters need their columns alone, which travel beside its sum."""
+    """The adapter of the last layer needs only the columns that travel beside the sum."""
     mesh = make_mesh({"tensor": 2})
     layers = nnx.List([model(mesh=mesh), model(mesh=mesh)])
 
