@@ -184,9 +184,9 @@ class Rewritten(NamedTuple):
     """A closed jaxpr after `overlap`, and its sites.
 
     Attributes:
-      program: the new closed jaxpr.
-      sites: every gather and sum over devices of the old one, in the order of the program.
-      keys: the keys of those outside shard_map, by the ids of equations of the old one.
+      program: the closed jaxpr with its sites replaced.
+      sites: every gather and sum over devices of the jaxpr before, in the order of the program.
+      keys: the keys of those outside shard_map, by the ids of the jaxpr's equations.
     """
 
     program: Any
