@@ -17,10 +17,8 @@ import collective_matmul
 from collective_matmul import all_gather_matmul, explain, overlap, overlap_jit
 from collective_matmul.log import warn_once
 from collective_matmul.rewrite import find_sites
-from collective_matmul.rewrite.find.report import table
 from collective_matmul.rewrite.replace import site_choice
 from tests.conftest import MeshFactory
-from tests.explained import flat_arguments, plain
 from tests.reference import AXIS
 from tests.rewrite.blocks import mlp, programs
 from tests.rewrite.forms import FORMS
@@ -167,21 +165,6 @@ def test_fewer_sites_than_required_are_refused_with_a_table(
         for text in ("forms.py", "reduce_scatter", "float32 [2,4,4] over tensor", "left alone")
     )
     assert "something is added to its matmul" in message
-
-
-def test_the_table_of_what_is_left_alone_is_that_of_explain(make_mesh: MeshFactory) -> None:
-    """Sites are no answer to why there are too few, and in a large model most lines."""
-    block = plain(make_mesh({AXIS: 2}))
-    arguments = flat_arguments()
-    with pytest.raises(ValueError, match="require=99: only 2 of 3 gathers and sums") as error:
-        overlap(block, require=99)(*arguments)
-    sentence, _, lines = str(error.value).partition("\n\n")
-    assert sentence.endswith("require fewer, or change the others:")
-    assert max(map(len, ("ValueError: " + sentence, *lines.splitlines()))) <= 120
-    explained = explain(overlap(block), verbose=True)(*arguments)
-    (alone,) = [site for site in explained.plain if not site.replaced]
-    assert lines == table([alone])
-    assert "gather" not in lines and "psum" in lines
 
 
 def test_where_every_site_is_replaced_no_table_follows(block: tuple) -> None:
