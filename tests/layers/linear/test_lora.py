@@ -266,10 +266,13 @@ def test_the_scale_of_rslora_is_of_the_root_of_the_rank():
     assert Lora(16, 8.0, rslora=True).scale == 2.0
 
 
-def test_explain_counts_what_a_block_that_is_computed_again_needs(make_mesh: MeshFactory):
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
+def test_explain_counts_what_a_block_that_is_computed_again_needs(
+    implementation: str, make_mesh: MeshFactory
+):
     """The adapter of the last layer needs only the columns that travel beside the sum."""
     mesh = make_mesh({"tensor": 2})
-    layers = nnx.List([model(mesh=mesh), model(mesh=mesh)])
+    layers = nnx.List([model(mesh=mesh, implementation=implementation) for _ in range(2)])
 
     def loss(layers: nnx.List, x: jax.Array) -> jax.Array:
         for each in layers:
