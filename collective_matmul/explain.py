@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections import Counter, defaultdict
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from collective_matmul.dispatch.decision_table import WIDTH, Line, format_table, line_of
 from collective_matmul.dispatch.recording import Decision, force_retrace, record_decisions
@@ -19,6 +19,7 @@ from collective_matmul.dispatch.run_counts import RunCounter, count_runs, is_num
 from collective_matmul.dispatch.selection import reference_alone
 from collective_matmul.hardware import assumed_rates
 from collective_matmul.jaxprs.collectives import axes_of, collective_seconds
+from collective_matmul.jaxprs.dead_code import without_dead_code
 from collective_matmul.jaxprs.repeats import repeats
 from collective_matmul.jit.compiler import (
     OverlapJit,
@@ -29,10 +30,10 @@ from collective_matmul.jit.compiler import (
 from collective_matmul.jit.graph_functions import check_function
 from collective_matmul.jit.peer_decision import NO_SITE, PeerKernelDecision, decide
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
-from collective_matmul.rewrite import FoundSite, rewritten_program, sites_and_keys, traced_program
+from collective_matmul.rewrite import FoundSite, WrittenBlocks, rewritten, traced_program
 from collective_matmul.rewrite.find.placements import auto_axes
 from collective_matmul.rewrite.find.report import collective_key, record_considered
-from collective_matmul.rewrite.transform import NOTHING_SHOWN, shows_communication
+from collective_matmul.rewrite.transform import NOTHING_SHOWN, Rewritten, shows_communication
 from collective_matmul.tuning.tune import estimated_seconds
 
 
@@ -243,17 +244,21 @@ def explain(
     def explanation(*args: Any, **kwargs: Any) -> Explanation:
         traced = _traced(fun, args, kwargs, peer_kernels)
         if isinstance(peer_kernels, bool):
-            decision, after_overlap = PeerKernelDecision(peer_kernels, "requested"), peer_kernels
+            decision = PeerKernelDecision(peer_kernels, "requested")
+            overlapped = traced.overlapped(peer_kernels)
         else:
-            decision = decide(traced.program.jaxpr, traced.counter)
-            after_overlap = _value(traced.decision_after_overlap())
+            decision = decide(traced.live.jaxpr, traced.counter)
+            overlapped = traced.overlapped(peer_kernels)
+            after_overlap = decide(overlapped.program.jaxpr, traced.counter)
             if decision.withheld:
                 traced = _traced(fun, args, kwargs, _value(decision))
-        explained = traced.explanation(after_overlap)
+            if decision.withheld or after_overlap.withheld:
+                overlapped = traced.overlapped(_value(after_overlap))
+        explained = traced.explanation(overlapped)
         merged = explained.merged
         if len(explained.decisions) > 1:
             with reference_alone():
-                merged = _merged_gathers(_traced(fun, args, kwargs, False).program.jaxpr)
+                merged = _merged_gathers(_traced(fun, args, kwargs, False).live.jaxpr)
         return replace(
             explained, peer_kernels=decision, verbose=verbose, merged_by_reference=merged
         )
@@ -270,30 +275,33 @@ def _value(decision: PeerKernelDecision) -> bool | Disallowed:
 class _RecordedTrace:
     """A traced program, and what was recorded meanwhile."""
 
-    program: Any
+    program: ClosedJaxpr
     decisions: Sequence[Decision]
     considered: Sequence[FoundSite]
     counter: RunCounter
+    blocks: WrittenBlocks = field(default_factory=WrittenBlocks)
 
-    def decision_after_overlap(self) -> PeerKernelDecision:
-        """The decision about the program that `overlap` would make of this one."""
-        with peer_kernels_allowed(UNDECIDED), count_runs(self.counter):
-            return decide(rewritten_program(self.program).jaxpr, self.counter)
+    @functools.cached_property
+    def live(self) -> ClosedJaxpr:
+        """The program without what XLA does not execute. Ops and collectives of it count."""
+        return ClosedJaxpr(without_dead_code(self.program.jaxpr), self.program.consts)
 
-    def explanation(self, allowed: bool | Disallowed) -> Explanation:
-        """The explanation; `allowed` is for what `overlap` would replace."""
-        program = _without_dead_code(self.program)
+    def overlapped(self, allowed: Any) -> Rewritten:
+        """Rewrites the live program as `overlap` does, with `peer_kernels_allowed` as given."""
         # Sites are found after the function is traced: decisions about them are not recorded.
-        with peer_kernels_allowed(allowed):
-            plain, keys = sites_and_keys(program)
+        with peer_kernels_allowed(allowed), count_runs(self.counter):
+            return rewritten(self.live, blocks=self.blocks)
+
+    def explanation(self, overlapped: Rewritten) -> Explanation:
+        """The explanation, with what `overlap` would replace."""
         # What `overlap` left alone, it left alone for its own arguments.
         by_key = {site.key: site for site in self.considered}
-        plain = [by_key.get(site.key, site) for site in plain]
+        plain = [by_key.get(site.key, site) for site in overlapped.sites]
 
         def key_of(equation: JaxprEqn) -> tuple | None:
-            return collective_key(equation) or keys.get(id(equation))
+            return collective_key(equation) or overlapped.keys.get(id(equation))
 
-        ops, collectives = self.counter.runs(program.jaxpr, key_of)
+        ops, collectives = self.counter.runs(self.live.jaxpr, key_of)
         runs = {line_of(each): ops[self.counter.number_of(each)] for each in self.decisions}
         return Explanation(
             tuple(self.decisions),
@@ -301,7 +309,7 @@ class _RecordedTrace:
             runs | _runs_of_plain(plain, collectives),
             shows_communication(self.program),
             auto_axes=auto_axes(self.program.jaxpr),
-            merged=_merged_gathers(program.jaxpr),
+            merged=_merged_gathers(self.live.jaxpr),
         )
 
 
@@ -317,16 +325,6 @@ def _traced(fun: Callable, args: tuple, kwargs: dict, allowed: Any) -> _Recorded
     with peer_kernels_allowed(allowed), count_runs() as counter, record_considered() as considered:
         program = traced_program(recorded, args, kwargs)
     return _RecordedTrace(program, decisions, considered, counter)
-
-
-def _without_dead_code(program: ClosedJaxpr) -> ClosedJaxpr:
-    """A program without what computes nothing that it returns, which XLA does not execute.
-
-    Gradients of weights in a block that is computed again leave such equations.
-    """
-    used = [True] * len(program.jaxpr.outvars)
-    live, _ = dce_jaxpr(program.jaxpr, used, instantiate=True)
-    return ClosedJaxpr(live, program.consts)
 
 
 def _merged_gathers(program: Jaxpr) -> MergedGathers:

@@ -24,13 +24,25 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.dispatch.contract import Backend
 from collective_matmul.dispatch.recording import Decision
-from collective_matmul.jaxprs.bodies import bodies_of
+from collective_matmul.jaxprs.bodies import CONTROL_FLOW, bodies_of, executes_jaxprs
+from collective_matmul.jaxprs.graph import is_pure
+from collective_matmul.jaxprs.walks import Holds
 from collective_matmul.peer_access import peer_kernels_undecided
 
 _SCOPE = "collective_matmul.decision"
-#: Products: what an op executes, and not only prepares.
-_PRODUCTS = ("dot_general", "ragged_dot_general")
+#: How names of primitives begin that multiply, alone or in a kernel of another library.
+_PRODUCTS = ("dot_general", "ragged_dot_general", "dot_product_attention", "ffi_call")
 _NUMBERS = re.compile(rf"{re.escape(_SCOPE)}(\d+)_(\d+)")
+
+
+def _is_work(equation: JaxprEqn) -> bool:
+    """Whether an equation is what an op is for: a product, a kernel, or an effect on memory."""
+    name = equation.primitive.name
+    is_kernel = name not in CONTROL_FLOW and name != "shard_map" and executes_jaxprs(equation)
+    return name.startswith(_PRODUCTS) or is_kernel or not is_pure(equation)
+
+
+_holds_work = Holds(_is_work)
 
 
 def is_numbered(equation: JaxprEqn) -> bool:
@@ -114,13 +126,14 @@ def totals(
         found: set[tuple[str, str]] = set()
         for equation in jaxpr.eqns:
             bodies = bodies_of(equation)
-            # What only prepares an operand may stay where a backward pass computes it again.
             own = {} if around else of_equation(equation)
-            executes = bodies or equation.effects or equation.primitive.name in _PRODUCTS
-            if not (own or executes):
+            works = _is_work(equation) or any(_holds_work(body.jaxpr) for body in bodies)
+            if not (own or bodies or works):
                 continue
             numbers = frozenset(_NUMBERS.findall(str(equation.source_info.name_stack)))
-            if executes:
+            # Where a backward pass computes an op again, only a part that prepares an operand, or
+            # columns of an adapter that travel beside it, may be needed.
+            if works:
                 found |= numbers - around
             if not numbers:
                 counts.update(own)

@@ -55,6 +55,21 @@ def all_equations(*jaxprs: Jaxpr) -> Iterator[JaxprEqn]:
             yield from all_equations(*jaxprs_of(equation))
 
 
+def distinct_equations(*jaxprs: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yields `all_equations`, but those of a jaxpr that several equations execute only once."""
+    seen: set[Jaxpr] = set()
+
+    def walk(jaxprs: Iterable[Jaxpr]) -> Iterator[JaxprEqn]:
+        for jaxpr in jaxprs:
+            if jaxpr not in seen:
+                seen.add(jaxpr)
+                for equation in jaxpr.eqns:
+                    yield equation
+                    yield from walk(jaxprs_of(equation))
+
+    yield from walk(jaxprs)
+
+
 class ByIdentity(Generic[_T]):
     """Results by objects, made once. Keeps the objects, so that no other gets the id of one."""
 

@@ -476,7 +476,7 @@ def _explaining_errors() -> Iterator[None]:
         raise ValueError(
             "overlap_jit: called inside a function that JAX traces, and its compiler options are of"
             " a whole program; make it the outermost: write overlap_jit(overlap(f)),"
-            " overlap_jit(jax.grad(f)), explain(f)"
+            " overlap_jit(jax.grad(f)); explain and tune take overlap_jit(f) itself"
         ) from error
 
 

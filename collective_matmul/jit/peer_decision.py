@@ -23,8 +23,9 @@ from collective_matmul.dispatch.registry import REFERENCE
 from collective_matmul.dispatch.run_counts import PROCESS_COUNTER, RunCounter, totals
 from collective_matmul.hardware import assumed_rates
 from collective_matmul.jaxprs.collectives import collective_seconds, is_collective_kernel
+from collective_matmul.jaxprs.dead_code import without_dead_code
 from collective_matmul.jaxprs.sources import described
-from collective_matmul.jaxprs.walks import all_equations
+from collective_matmul.jaxprs.walks import distinct_equations
 from collective_matmul.jit.compiler_sharding import communicating_equation
 from collective_matmul.log import warn_once
 from collective_matmul.transport import transport_along
@@ -83,6 +84,7 @@ def decide_once(program: Jaxpr) -> PeerKernelDecision:
 def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
     """The decision for a program that was traced while it was undecided.
 
+    Ops and collectives count that XLA executes: not what computes nothing that the program returns.
     A collective counts if NCCL executes it, at any depth and as often as loops repeat it. Over axes
     of one device it takes no time. Permutes within one process stay asynchronous.
 
@@ -117,6 +119,7 @@ def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
             return {}
         return {"cost": collective_seconds(equation, axis_sizes, gpu, between_nodes)}
 
+    program = without_dead_code(program)
     seconds: Mapping[str, float] = totals(program, of_op, of_equation, _most)
     if not withheld:
         reason = "; ".join((NO_SITE.reason, *unsupported_reasons))
@@ -177,7 +180,7 @@ def _meshes(jaxpr: Jaxpr) -> list[Any]:
     """All meshes in a program, each once."""
     found = (
         equation.params["mesh"]
-        for equation in all_equations(jaxpr)
+        for equation in distinct_equations(jaxpr)
         if equation.primitive.name == "shard_map"
     )
     return list(dict.fromkeys(found))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from collective_matmul.layers.sharding_context import (
     LocalShards,
@@ -171,7 +171,7 @@ def equal_heads(outputs: Mapping[str, Sequence[int]], heads: Mapping[str, int]) 
         )
 
 
-def heads(path: str, module: Any, axis_name: str, mesh: Mesh | None) -> int | None:
+def heads(path: str, module: Any, axis_name: str, mesh: Mesh | AbstractMesh | None) -> int | None:
     """Checks that the axis, if its size is known, divides the heads of Flax's attention.
 
     Returns:

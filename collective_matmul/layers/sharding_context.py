@@ -173,7 +173,10 @@ ShardingContext = LocalShards | GlobalArrays
 
 
 def current_context(
-    axis_name: str, mesh: Mesh | None, arrays: Any = (), further_axes: tuple[str, ...] = ()
+    axis_name: str,
+    mesh: Mesh | AbstractMesh | None,
+    arrays: Any = (),
+    further_axes: tuple[str, ...] = (),
 ) -> ShardingContext:
     """The context of the caller.
 
@@ -230,7 +233,7 @@ def has_explicit_axes(value: Any) -> bool:
     return isinstance(value, jax.Array) and bool(jax.typeof(value).sharding.mesh.explicit_axes)
 
 
-def known_axis_size(axis_name: str, mesh: Mesh | None) -> int | None:
+def known_axis_size(axis_name: str, mesh: Mesh | AbstractMesh | None) -> int | None:
     """The size of the axis, or None if no mesh that has it is known yet.
 
     Raises:

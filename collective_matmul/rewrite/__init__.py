@@ -6,21 +6,21 @@ and `replace` puts ops in place of both. `rewriter` takes each jaxpr of the prog
 """
 
 from collective_matmul.rewrite.find.report import FoundSite
+from collective_matmul.rewrite.find.written_blocks import WrittenBlocks
 from collective_matmul.rewrite.transform import (
     find_sites,
     overlap,
-    rewritten_program,
-    sites_and_keys,
+    rewritten,
     sites_of,
     traced_program,
 )
 
 __all__ = [
     "FoundSite",
+    "WrittenBlocks",
     "find_sites",
     "overlap",
-    "rewritten_program",
-    "sites_and_keys",
+    "rewritten",
     "sites_of",
     "traced_program",
 ]

@@ -29,6 +29,7 @@ from collective_matmul.rewrite.find.placements import axes_in, misplaced_by_xla,
 from collective_matmul.rewrite.find.report import FoundSite, is_named, is_ours, reported
 from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
 from collective_matmul.rewrite.find.supported_collectives import holds_collectives, kind_of
+from collective_matmul.rewrite.find.written_blocks import WrittenBlocks
 from collective_matmul.rewrite.match.normal_form import inlined, normal_form
 from collective_matmul.rewrite.replace.residuals import (
     ChunkedResidual,
@@ -52,6 +53,7 @@ class Rewriter:
       recipes: the recipe of each site.
       axis_sizes: the manual axes around the jaxprs, with their sizes, if they are traced inside a
         shard_map.
+      blocks: the hand-written blocks that another rewriter has found in the same jaxprs.
     """
 
     def __init__(
@@ -59,11 +61,16 @@ class Rewriter:
         implementation: tuple[str, ...] | None = None,
         recipes: ScopedRecipes | None = None,
         axis_sizes: Mapping[str, int] | None = None,
+        blocks: WrittenBlocks | None = None,
     ):
         self.found: list[FoundSite] = []
         self.keys: dict[int, tuple] = {}
         self._implementation = implementation
-        self._around = Surroundings(Divergence(axis_sizes or {}), recipes or ScopedRecipes())
+        self._around = Surroundings(
+            Divergence(axis_sizes or {}),
+            recipes or ScopedRecipes(),
+            blocks=blocks or WrittenBlocks(),
+        )
         self._done = ByIdentity[Any]()
         self._tracer = SiteTracer(implementation)
         #: Chunked residuals of the jaxprs that were made, by the ids of these.
@@ -157,7 +164,7 @@ class Rewriter:
 
     def _sites_in(self, graph: Graph, region: Region) -> int:
         """The number of sites of a program outside shard_map, as it is."""
-        trial = Rewriter(self._implementation, self._around.recipes)
+        trial = Rewriter(self._implementation, self._around.recipes, blocks=self._around.blocks)
         trial._inlines = False
         with record_decisions(hidden=True):
             trial.rewrite(graph.jaxpr, region)

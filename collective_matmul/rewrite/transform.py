@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from collective_matmul.ops.matmul.checks import Implementation
 from collective_matmul.rewrite.find.placements import explicit_axes
 from collective_matmul.rewrite.find.report import FoundSite, consider, table
 from collective_matmul.rewrite.find.scoped_recipes import Fp8, scoped_recipes
+from collective_matmul.rewrite.find.written_blocks import WrittenBlocks
 from collective_matmul.rewrite.rewriter import Rewriter
 
 #: Why a function has no sites, and what to do about it.
@@ -107,9 +108,9 @@ def overlap(
       ``overlap_jit(overlap(fun))`` does so once for each shape.
 
     Raises:
-      ValueError: when called, if there are fewer sites than `require`, with a table of them, or if
-        `fp8` names a scope that the function does not have; at once, for an invalid `require`,
-        `fp8` or `implementation`.
+      ValueError: when called, if there are fewer sites than `require`, with a table of the gathers
+        and sums that are left alone, or if `fp8` names a scope that the function does not have; at
+        once, for an invalid `require`, `fp8` or `implementation`.
     """
     check_function(fun)
     requested, recipes = checks.implementation(implementation), scoped_recipes(fp8)
@@ -118,7 +119,7 @@ def overlap(
             f"require={require!r}: expected a number of sites, 0 or more, or None for any"
         )
 
-    def rewritten(fun: Callable, *args: Any, **kwargs: Any) -> Any:
+    def replaced(fun: Callable, *args: Any, **kwargs: Any) -> Any:
         traced = _Traced(fun, args, kwargs)
         recipes.check(traced.program.jaxpr)
         rewriter = Rewriter(requested, recipes)
@@ -132,10 +133,10 @@ def overlap(
     @functools.wraps(fun)
     def overlapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            return rewritten(pure_function(fun), *args, **kwargs)
+            return replaced(pure_function(fun), *args, **kwargs)
         except GraphNodesError:
             graph = GraphFunction(fun)
-            return graph.call(functools.partial(rewritten, graph.pure), args, kwargs)
+            return graph.call(functools.partial(replaced, graph.pure), args, kwargs)
 
     return overlapped
 
@@ -176,21 +177,36 @@ def traced_program(fun: Callable, args: tuple, kwargs: dict) -> Any:
 
 def sites_of(program: Any, requested: tuple[str, ...] | None = None) -> list[FoundSite]:
     """The gathers and sums of a closed jaxpr, and what `overlap` would do about each."""
-    return sites_and_keys(program, requested)[0]
+    return rewritten(program, requested).sites
 
 
-def sites_and_keys(
-    program: Any, requested: tuple[str, ...] | None = None
-) -> tuple[list[FoundSite], dict[int, tuple]]:
-    """Finds `sites_of` a program, with the keys of those outside shard_map, by ids of equations."""
-    rewriter = Rewriter(requested)
-    rewriter.rewrite(program)
-    return rewriter.found, rewriter.keys
+class Rewritten(NamedTuple):
+    """A closed jaxpr after `overlap`, and its sites.
+
+    Attributes:
+      program: the closed jaxpr with its sites replaced.
+      sites: every gather and sum over devices of the jaxpr before, in the order of the program.
+      keys: the keys of those outside shard_map, by the ids of the jaxpr's equations.
+    """
+
+    program: Any
+    sites: list[FoundSite]
+    keys: dict[int, tuple]
 
 
-def rewritten_program(program: Any) -> Any:
-    """The closed jaxpr that `overlap` makes of another."""
-    return Rewriter(None).rewrite(program)
+def rewritten(
+    program: Any, requested: tuple[str, ...] | None = None, blocks: WrittenBlocks | None = None
+) -> Rewritten:
+    """Rewrites a closed jaxpr as `overlap` does.
+
+    Args:
+      program: the closed jaxpr.
+      requested: names of backends, as `overlap` takes them.
+      blocks: the hand-written blocks that are known from rewriting it before, as it is.
+    """
+    rewriter = Rewriter(requested, blocks=blocks)
+    new = rewriter.rewrite(program)
+    return Rewritten(new, rewriter.found, rewriter.keys)
 
 
 _shows_devices = Holds(
@@ -250,7 +266,8 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _check(require: int | None, found: list[FoundSite], in_shard_map: bool) -> None:
-    replaced = sum(site.replaced for site in found)
+    alone = [site for site in found if not site.replaced]
+    replaced = len(found) - len(alone)
     if require is None or replaced >= require:
         return
     if not in_shard_map:
@@ -260,7 +277,9 @@ def _check(require: int | None, found: list[FoundSite], in_shard_map: bool) -> N
             f"require={require}: the function has no gathers and no sums over devices; require 0,"
             " or pass the function that communicates"
         )
+    counted = f"require={require}: only {replaced} of {len(found)} gathers and sums over devices"
+    if not alone:
+        raise ValueError(f"{counted} were replaced; require at most {replaced}")
     raise ValueError(
-        f"require={require}: only {replaced} gathers and sums over devices were replaced;"
-        f" see why the others were left alone, or require fewer\n{table(found)}"
+        f"{counted} were replaced; require fewer, or change the others:\n\n" + table(alone)
     )

@@ -26,6 +26,7 @@ from collective_matmul.dispatch.tables import table_files
 from collective_matmul.dispatch.tables.table import Entry, Table
 from collective_matmul.dispatch.tables.table_files import writable_path
 from collective_matmul.hardware import how_to_simulate
+from collective_matmul.jit.compiler import OverlapJit
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.transport import Transport, transport_between
 from collective_matmul.tuning.timing import measure
@@ -48,14 +49,15 @@ def tune(
 ) -> Table:
     """Measures collective matmuls on the devices here, so that the fastest backend is chosen.
 
-    ``tune(fun, *args)`` traces a function, as `explain` does, and measures every collective matmul
-    in it, including those of gradients if the function takes gradients. Each is measured in a
-    program that repeats it, with the backends in turns. This takes seconds for each, mostly to
-    compile, and prints its progress. Every result is saved at once: an interrupted call loses
-    nothing and can be repeated. Ops on operands in 8 bits are measured on such operands, and
-    decide about ops whose operands are stored alike. Einsums that are not matmuls are left out, and
-    so are ops that gather their weights over a second mesh axis in the same loop; the cost model
-    decides about them.
+    ``tune(fun, *args)`` traces a function, as `explain` does, and measures every collective
+    matmul in it, including those of gradients if the function takes gradients. These are ops
+    that it calls, in layers or by itself, and those that `overlap` puts in place of its gathers
+    and sums. Each is measured in a program that repeats it, with the backends in turns. This
+    takes seconds for each, mostly to compile, and prints its progress. Every result is saved at
+    once: an interrupted call loses nothing and can be repeated. Ops on operands in 8 bits are
+    measured on such operands, and decide about ops whose operands are stored alike. Einsums
+    that are not matmuls are left out, and so are ops that gather their weights over a second
+    mesh axis in the same loop; the cost model decides about them.
 
     Several processes tune together: each calls this with the same arguments, for sites of as many
     devices as all processes have. All keep the times of process 0, each in its own file if they
@@ -65,8 +67,9 @@ def tune(
     function that `jax.jit` has already compiled does not change.
 
     Args:
-      target: a function, or sites to measure, such as those of an `Explanation`'s decisions.
-      *args: arguments of the function, or their `jax.ShapeDtypeStruct`.
+      target: a function, jitted or not, also one of `overlap_jit`; or sites to measure, such as
+        those of an `Explanation`'s decisions.
+      *args: arguments of the function, or their `jax.ShapeDtypeStruct`; Flax nnx objects too.
       devices: devices of one kind; a site on an axis of size D is measured on the first D. Default:
         all devices of JAX's default backend.
       implementations: names of backends; default: all. The reference is always measured too.
@@ -138,11 +141,15 @@ def _moved_by(transport: Transport, site: Any) -> Request:
 
 
 def _sites_in(fun: Callable, args: tuple) -> list[Request]:
-    found = [decision.site for decision in decisions_of(fun, *args)]
+    traced, traced_args = fun, args
+    if isinstance(fun, OverlapJit):
+        traced, traced_args, _ = fun.uncompiled(args, {})
+    found = [decision.site for decision in decisions_of(traced, *traced_args)]
     if not found:
         raise ValueError(
-            f"target={fun!r}: calls no collective matmul; give a function that does, such as what"
-            " collective_matmul.overlap makes of it"
+            f"target={fun!r}: calls no collective matmul; give a function that does. To measure the"
+            " gathers and sums of a function f that calls none, give what replaces them:"
+            " collective_matmul.overlap(f)"
         )
     return found
 

@@ -141,6 +141,20 @@ def test_what_collectives_cost(collective: Callable, seconds: float) -> None:
     assert decision.cost_seconds == pytest.approx(seconds)
 
 
+def test_what_computes_nothing_that_is_returned_costs_nothing() -> None:
+    """XLA executes neither the sum nor the second stack."""
+
+    def body(x: jax.Array, weights: Any) -> jax.Array:
+        lax.psum(jnp.full((2**24,), x[0, 0], jnp.float32), AXIS)
+        blocks(2 * x, weights)
+        return blocks(x, weights)
+
+    decision = decision_for(sharded(body, mesh_of(), check_vma=False), *FEW)
+    alone = decision_for(on(mesh_of()), *FEW)
+    assert decision.cost_seconds == 0
+    assert decision.gain_seconds == pytest.approx(alone.gain_seconds)
+
+
 @pytest.fixture
 def _two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tells this process that there is another one, with which it shares memory."""

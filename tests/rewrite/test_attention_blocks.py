@@ -112,6 +112,26 @@ def test_the_work_grows_with_the_program(
     assert work(12) <= 2.2 * work(6)
 
 
+def test_no_equation_is_looked_at_twice(
+    make_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls are looked into with what is around them, and not again by themselves."""
+    steps: list[object] = []
+    add = written_blocks.Flow._add_equation
+
+    def counted(flow: Any, equation: Any, operands: Any) -> Any:
+        steps.append(equation)
+        return add(flow, equation, operands)
+
+    monkeypatch.setattr(written_blocks.Flow, "_add_equation", counted)
+
+    def attend(q: Any, k: Any, v: Any) -> jax.Array:
+        return jax.jit(jax.checkpoint(jax.jit(by_einsum)))(q, k, v)
+
+    assert len(explain(sharded(attend, make_mesh))(*arrays()).plain) == 2
+    assert len(steps) == len({*map(id, steps)}) > 10
+
+
 def of_experts(q: Any, k: Any, v: Any) -> jax.Array:
     """A softmax without values of the gathered tokens."""
     scores = jnp.einsum("bsnh,btnh->bnst", q, gathered(k))

@@ -167,6 +167,12 @@ def test_fewer_sites_than_required_are_refused_with_a_table(
     assert "something is added to its matmul" in message
 
 
+def test_where_every_site_is_replaced_no_table_follows(block: tuple) -> None:
+    fun, arguments = block
+    with pytest.raises(ValueError, match=r"only 2 of 2 .* require at most 2$"):
+        overlap(fun, require=3)(*arguments)
+
+
 @pytest.mark.parametrize(
     "keywords", [{"require": -1}, {"require": 1.5}, {"require": True}, {"implementation": "x"}]
 )

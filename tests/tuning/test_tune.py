@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import __main__ as command
-from collective_matmul import all_gather_matmul, explain, tune
+from collective_matmul import all_gather_matmul, explain, overlap, overlap_jit, tune
 from collective_matmul.dispatch.tables.table import COMPUTE_ONLY, Table
 from collective_matmul.dispatch.tables.table_files import cache_path
+from collective_matmul.layers import ColumnParallelLinear
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul import model_requests
 from collective_matmul.ops.matmul.backends import BACKENDS
@@ -27,6 +30,7 @@ from collective_matmul.tuning.timing import Timing
 from collective_matmul.tuning.trials import trials
 from tests.conftest import MeshFactory
 from tests.dispatch.sites import site_of
+from tests.explained import flat_arguments, plain
 from tests.reference import AXIS
 
 FLOAT32 = np.dtype("float32")
@@ -283,6 +287,42 @@ def test_progress_and_failures_are_printed(
 def test_a_site_without_its_reference_is_not_saved(cache: Path, bench: Bench) -> None:
     bench.failures["xla"] = "RuntimeError: out of memory"
     assert tune(SITES[:1]).entries == {}
+
+
+@pytest.mark.parametrize("compiled", ["overlap_jit", "overlap_jit of overlap", "jit"])
+def test_functions_are_tuned_as_users_have_them(
+    compiled: str, cache: Path, bench: Bench, make_mesh: MeshFactory
+) -> None:
+    """With static arguments; and with an nnx model, which keeps its state."""
+
+    def step(name: str, model: nnx.Module, x: Any, count: nnx.Variable) -> Any:
+        assert name == "twice"
+        count[...] += 1
+        return 2 * model(x)
+
+    if compiled == "jit":
+        fun: Any = jax.jit(functools.partial(step, "twice"))
+    else:
+        fun = overlap_jit(overlap(step) if "of" in compiled else step, static_argnums=0)
+    layer = ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0), mesh=make_mesh({AXIS: 2}))
+    count = nnx.Variable(np.zeros((), np.int32))
+    arguments = layer, np.ones((8, 4), np.float32), count
+    arguments = arguments if compiled == "jit" else ("twice", *arguments)
+    assert len(tune(fun, *arguments).entries) == 1
+    assert bench.tried == [decision.site.flat for decision in explain(fun)(*arguments).decisions]
+    assert count[...] == 0
+
+
+def test_what_overlap_would_replace_is_no_site_before(
+    cache: Path, bench: Bench, make_mesh: MeshFactory
+) -> None:
+    """The sentence says what to write, and that works."""
+    block, arguments = plain(make_mesh({AXIS: 2})), flat_arguments()
+    for fun in (block, overlap_jit(block)):
+        with pytest.raises(ValueError, match=r"give what replaces .*: collective_matmul.overlap"):
+            tune(fun, *arguments)
+    tune(overlap(block), *arguments)
+    assert [site.op for site in bench.tried] == ["all_gather_matmul", "matmul_reduce_scatter"]
 
 
 def test_what_cannot_be_tuned_is_refused(cache: Path, bench: Bench) -> None:

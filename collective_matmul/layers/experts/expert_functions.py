@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul._compat import (
@@ -86,7 +86,9 @@ class ExpertOptions:
         )
 
 
-def expert_context(axes: ExpertAxes, mesh: Mesh | None, arrays: Any) -> ShardingContext:
+def expert_context(
+    axes: ExpertAxes, mesh: Mesh | AbstractMesh | None, arrays: Any
+) -> ShardingContext:
     """The context of the caller, over all axes of the experts, and over those of data if global.
 
     Args:

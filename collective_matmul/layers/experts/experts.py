@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -187,7 +187,7 @@ class ExpertMLP(nnx.Module):
         fp8: RecipeName | None = None,
         implementation: str | Sequence[str] | None = None,
         grouped_implementation: str | Sequence[str] | None = None,
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         rngs: nnx.Rngs,
         **router: Unpack[RouterOptions],
     ):

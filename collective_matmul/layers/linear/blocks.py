@@ -7,7 +7,7 @@ from typing import Unpack
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.linear.linear import (
@@ -63,7 +63,7 @@ class GatedFeedForward(nnx.Module):
         axis_name: str = "tensor",
         gather_dimension: int | None = -2,
         scatter_dimension: int | None = -2,
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         lora: Adapters = None,
         **options: Unpack[LayerOptions],
     ):
@@ -149,7 +149,7 @@ class AttentionProjection(nnx.Module):
         axis_name: str = "tensor",
         gather_dimension: int | None = -2,
         key_value_copies: int | None = None,
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         lora: Adapters = None,
         **options: Unpack[LayerOptions],
     ):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
-from jax.sharding import Mesh, Sharding
+from jax.sharding import AbstractMesh, Mesh, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -102,7 +102,7 @@ class _ParallelLinear(nnx.Module):
         out_features: int | Sequence[int],
         sharded_features: Literal["in_features", "out_features"] | None,
         axis_name: str,
-        mesh: Mesh | None,
+        mesh: Mesh | AbstractMesh | None,
         *,
         use_bias: bool = False,
         implementation: Implementation = None,
@@ -273,7 +273,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_dimension: int | None = -2,
         heads: int | None = None,
         copies: int = 1,
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         **options: Unpack[LinearOptions],
     ):
         outputs = layer_checks.sizes("out_features", out_features)
@@ -353,7 +353,7 @@ class RowParallelLinear(_ParallelLinear):
         *,
         axis_name: str = "tensor",
         scatter_dimension: int | None = -2,
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         **options: Unpack[LinearOptions],
     ):
         self.scatter_dimension = scatter_dimension

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 from flax import linen
 from flax.linen.dtypes import promote_dtype
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from collective_matmul.layers import layer_checks
 from collective_matmul.layers.linear.functions import (
@@ -57,6 +58,9 @@ LINEAR_LAYERS: dict[type, dict[str, Any]] = {
 }
 LINEAR_LAYERS[linen.DenseGeneral]["batch_dims"] = ()
 
+#: How an error begins that is about one layer, which shares a gather with the one that is called.
+_NAMES_A_LAYER = re.compile(r"'[^']*': ")
+
 
 @dataclass(frozen=True)
 class ParallelModule:
@@ -76,7 +80,7 @@ class ParallelModule:
     module: linen.Module
     plan: ParallelStyles
     axis_name: str = "tensor"
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     implementation: Implementation = None
     # A kernel's shape does not tell an additional feature dimension from layers stacked by
     # linen.scan. The layer does, when it is called.
@@ -233,7 +237,7 @@ class ParallelModule:
                 calls = self._shared_calls(module, path, shared)
                 return self._dense(call, module, pattern, style, calls, *args, **kwargs)
             except ValueError as error:
-                if path in str(error):
+                if path in str(error) or _NAMES_A_LAYER.match(str(error)):
                     raise
                 raise ValueError(f"{path!r}: {error}") from error
 
@@ -346,8 +350,9 @@ class ParallelModule:
         pairs = [(each["kernel"], each.get("bias")) for each in parameters]
         x, *arrays = promote_dtype(x, *(a for pair in pairs for a in pair), dtype=module.dtype)
         count = len(linen_specs.sizes(getattr(module, "axis", -1)))
-
-        copies = _copies_of_layers(names or (module.name,), styles, arrays[::2], count, context)
+        above = module.path[:-1]  # Of the model itself the path and the name are empty.
+        paths = [".".join(filter(None, (*above, n))) for n in names or (module.name,)]
+        copies = _copies_of_layers(paths, styles, arrays[::2], count, context)
 
         def own(array: Any, dimension: int, copies: int) -> Any:
             return own_columns(context, array, dimension, copies)
@@ -373,7 +378,7 @@ class ParallelModule:
 
 
 def _copies_of_layers(
-    names: Sequence[str],
+    paths: Sequence[str],
     styles: Sequence[Column],
     kernels: Sequence[jax.Array],
     inputs: int,
@@ -382,7 +387,7 @@ def _copies_of_layers(
     """The numbers of devices that compute each head of layers that share a gather.
 
     Args:
-      names: their names, for errors.
+      paths: their paths, for errors.
       styles: their styles.
       kernels: [*in_features, *out_features], shards in a `shard_map` unless heads have copies.
       inputs: the number of in_features.
@@ -390,10 +395,16 @@ def _copies_of_layers(
     """
     axis = context.axis_name, context.devices
     copies = [layer_checks.copies_of_heads(style.heads, *axis) for style in styles]
+    names = [path.rpartition(".")[2] for path in paths]
     outputs = {}
-    for name, kernel, number in zip(names, kernels, copies, strict=True):
+    for name, path, kernel, number in zip(names, paths, kernels, copies, strict=True):
         size, *others = kernel.shape[inputs:]
         outputs[name] = size * (context.parameter_shards if number == 1 else 1), *others
+        if number == 1:
+            try:
+                layer_checks.features("out_features", outputs[name], *axis)
+            except ValueError as error:
+                raise ValueError(f"{path!r}: {error}") from None
     heads = {n: style.heads for n, style in zip(names, styles, strict=True) if style.heads}
     layer_checks.equal_heads(outputs, heads)
     return copies

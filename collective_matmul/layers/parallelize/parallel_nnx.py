@@ -124,16 +124,17 @@ def _matched_layers(
       ValueError: if the plan does not fit the model.
     """
     entries: dict[int, Entry] = {}
-    by_base: dict[int, tuple[str, Column | Row]] = {}
+    by_base: dict[int, tuple[str, str, Column | Row]] = {}
     inside = _paths_inside_adapted(nodes)
 
     def add(path: str, layer: Any, style: Column | Row, pattern: str) -> None:
         _check_linear(plan, pattern, path, layer)
-        first, other = by_base.setdefault(id(base_of(layer)), (path, style))
+        around, first, other = by_base.setdefault(id(base_of(layer)), (pattern, path, style))
         if other != style:
+            which = "it" if path == first else f"{first!r}, which is the same layer"
             raise ValueError(
-                f"plan: {first!r} and {path!r} are one layer, and the plan has {other} and"
-                f" {style} for it; drop one entry"
+                f"plan: {pattern!r} has {style} for {path!r}, and {around!r} has {other} for"
+                f" {which}; drop one entry"
             )
         entries.setdefault(id(layer), (path, layer, style, pattern))
 

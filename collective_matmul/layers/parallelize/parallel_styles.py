@@ -130,11 +130,8 @@ class Shared:
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "gather_dimension", gather_dimension)
         # A wrong number is one that makes heads of another size than the other layers have.
-        if heads is not None and (not isinstance(heads, Mapping) or {*heads} != {*names}):
-            raise ValueError(
-                f"heads={heads!r}: expected the number of heads of each layer by name, of all of"
-                f" {', '.join(names)}, such as {dict.fromkeys(names, 8)}"
-            )
+        if heads is not None:
+            _check_heads_of_all(names, heads)
         object.__setattr__(self, "fp8", checks.fp8(fp8))
         object.__setattr__(self, "heads", tuple((heads or {}).items()))
 
@@ -148,6 +145,28 @@ class Shared:
     def paths(self, module: str) -> list[str]:
         """The paths of the layers, from that of the module."""
         return [f"{module}.{name}" if module else name for name in self.names]
+
+
+def _check_heads_of_all(names: tuple[str, ...], heads: Mapping[str, int]) -> None:
+    """Raises ValueError unless `heads` has a number for each layer, and for no other."""
+    if not isinstance(heads, Mapping):
+        wrong, heads = f"heads={heads!r}", {}
+    else:
+        missing = [name for name in names if name not in heads]
+        others = [name for name in heads if name not in names]
+        if not missing and not others:
+            return
+        wrong = f"heads={dict(heads)}"
+        if missing:
+            wrong += f" has no number for {' and '.join(map(repr, missing))}"
+        if others:
+            wrong += f"{' and' * bool(missing)} names {' and '.join(map(repr, others))}, which"
+            wrong += f" {'is' if len(others) == 1 else 'are'} not among the layers"
+    whole = ", ".join(f"{name!r}: {heads.get(name, '...')}" for name in names)
+    raise ValueError(
+        f"{wrong}; expected the number of heads of each layer that shares the gather:"
+        f" heads={{{whole}}}"
+    )
 
 
 #: A parallel style.

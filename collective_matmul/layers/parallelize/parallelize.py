@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar, overload
 
 from flax import linen, nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from collective_matmul.layers.parallelize import path_patterns
 from collective_matmul.layers.parallelize.parallel_linen import ParallelModule
@@ -24,7 +24,7 @@ def parallelize(
     plan: ParallelStyles,
     *,
     axis_name: str = "tensor",
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     implementation: Implementation = None,
 ) -> Model: ...
 @overload
@@ -33,7 +33,7 @@ def parallelize(
     plan: ParallelStyles,
     *,
     axis_name: str = "tensor",
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     implementation: Implementation = None,
 ) -> ParallelModule: ...
 def parallelize(
@@ -41,7 +41,7 @@ def parallelize(
     plan: ParallelStyles,
     *,
     axis_name: str = "tensor",
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     implementation: Implementation = None,
 ) -> Any:
     """Makes linear layers and attention of a model collective; weights and paths stay the same.
@@ -79,7 +79,8 @@ def parallelize(
         then, whose gradient is zero: see `Lora`. `Heads` takes nnx.MultiHeadAttention,
         linen.MultiHeadDotProductAttention, linen.MultiHeadAttention and linen.SelfAttention.
       axis_name: the mesh axis to shard over.
-      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
+      mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`. With an `AbstractMesh`,
+        `explain` tells about the model on devices that are not here.
       implementation: which backends execute the matmuls, as the ops take it; None chooses for each
         shape. See `collective_matmul.ops.matmul.backends`.
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from collective_matmul.layers.sharding_context import has_explicit_axes, with_auto_axes
 
 
-def mesh_of_arrays(mesh: Mesh | None) -> Mesh | AbstractMesh | None:
+def mesh_of_arrays(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
     """The mesh that global arrays are to be placed on.
 
     None inside a `shard_map`, where arrays are shards, and where no mesh is known. A given mesh has

@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from collective_matmul.jaxprs.graph import Atom, Shape, type_of
-from collective_matmul.jaxprs.walks import Holds, all_equations
+from collective_matmul.jaxprs.walks import Holds, distinct_equations
 from collective_matmul.rewrite.find.commuting import RESHAPES
 
 PARTIAL = "partial"
@@ -263,7 +263,7 @@ def may_communicate(equation: JaxprEqn) -> bool:
 
 def auto_axes(jaxpr: Jaxpr) -> tuple[str, ...]:
     """The axes of type Auto and several devices, of meshes with Explicit axes that shard arrays."""
-    for equation in all_equations(jaxpr):
+    for equation in distinct_equations(jaxpr):
         for atom in (*equation.invars, *equation.outvars):
             if next(_named(spec_of(atom)), None) is not None:
                 mesh = type_of(atom).sharding.mesh

@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.jaxprs.bodies import opened
-from collective_matmul.jaxprs.walks import all_equations
+from collective_matmul.jaxprs.walks import distinct_equations
 from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import RecipeName
 
@@ -96,7 +96,7 @@ def _called(equation: JaxprEqn) -> list[str]:
 
 
 def _all_names(jaxpr: Any) -> Iterator[str]:
-    for equation in all_equations(opened(jaxpr)):
+    for equation in distinct_equations(opened(jaxpr)):
         yield from _names(equation)
         yield from _called(equation)
         if equation.primitive.name.startswith("custom_vjp"):

@@ -120,6 +120,7 @@ class Flow:
       makers: for each number, the step that makes it.
       products: its grouped products.
       bodies: jaxprs of branches and others, which are flows of their own.
+      jaxprs: the jaxpr, and those of the calls and loops.
     """
 
     def __init__(self, jaxpr: Jaxpr):
@@ -127,12 +128,14 @@ class Flow:
         self.users: dict[int, list[NumberedEquation]] = defaultdict(list)
         self.makers: dict[int, NumberedEquation] = {}
         self.bodies: list[Jaxpr] = []
+        self.jaxprs: list[Jaxpr] = []
         self._numbers = itertools.count()
         self._add(jaxpr, [self._new(var) for var in jaxpr.invars])
         self.products = [step for step in self.steps if _is_grouped(step.equation)]
 
     def _add(self, jaxpr: Jaxpr, arguments: Sequence[int]) -> list[int]:
         """Adds the equations of a jaxpr. Returns the numbers of its results."""
+        self.jaxprs.append(jaxpr)
         return Scope(jaxpr, arguments, self._new).run(self._add_equation)
 
     def _add_equation(self, equation: JaxprEqn, operands: Sequence[int]) -> Sequence[int]:
@@ -198,12 +201,15 @@ class WrittenBlocks:
         # With the source: it is an object of its own for each collective that a program calls.
         self._experts: dict[tuple, tuple[object, str]] = {}
         self._attention: dict[tuple, tuple[object, str]] = {}
+        #: The jaxprs that were looked into, alone or as a part of another.
+        self._known: set[Jaxpr] = set()
 
     def look_into(self, jaxpr: Jaxpr) -> None:
         """Finds the blocks of a jaxpr. What was found from outside of it stays: that saw more."""
-        if not (_holds_grouped(jaxpr) or _holds_attention(jaxpr)):
+        if jaxpr in self._known or not (_holds_grouped(jaxpr) or _holds_attention(jaxpr)):
             return
         flow = Flow(jaxpr)
+        self._known.update(flow.jaxprs)
         for step, reason in _parts_of_experts(flow):
             self._experts.setdefault(_identity_of(step.equation), (_source(step), reason))
         for step, remark in _parts_of_attention(flow):

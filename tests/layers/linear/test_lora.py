@@ -14,7 +14,8 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import quantize_frozen
+from collective_matmul import explain, quantize_frozen
+from collective_matmul.dispatch.decision_table import line_of
 from collective_matmul.layers import ColumnParallelLinear, Lora, RowParallelLinear
 from tests.conftest import MeshFactory
 
@@ -263,6 +264,33 @@ def test_bad_values_are_refused(values: dict[str, Any], reason: str):
 def test_the_scale_of_rslora_is_of_the_root_of_the_rank():
     assert Lora(16, 8.0).scale == 0.5
     assert Lora(16, 8.0, rslora=True).scale == 2.0
+
+
+@pytest.mark.parametrize("implementation", ["xla", "ring"])
+def test_explain_counts_what_a_block_that_is_computed_again_needs(
+    implementation: str, make_mesh: MeshFactory
+):
+    """The adapter of the last layer needs only the columns that travel beside the sum."""
+    mesh = make_mesh({"tensor": 2})
+    layers = nnx.List([model(mesh=mesh, implementation=implementation) for _ in range(2)])
+
+    def loss(layers: nnx.List, x: jax.Array) -> jax.Array:
+        for each in layers:
+            x = nnx.remat(lambda each, x: each(x))(each, x)
+        return jnp.sum(x**2)
+
+    gradient = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))
+    runs = {
+        (decision.site.direction, decision.site.op): explained.runs[line_of(decision)]
+        for explained in [explain(gradient)(layers, random(3))]
+        for decision in explained.decisions
+    }
+    assert runs == {
+        ("forward", "all_gather_matmul"): 2 + 2,
+        ("forward", "matmul_reduce_scatter"): 2,
+        ("backward", "all_gather_matmul"): 2,
+        ("backward", "matmul_reduce_scatter"): 1,  # Nothing needs the gradient of the first x.
+    }
 
 
 def equations(run: Any, arguments: Any, name: str) -> list[Any]:

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import pytest
 from flax import linen
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul import explain
 from collective_matmul.layers import Column, Row
 from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.conftest import MeshFactory
+from tests.dispatch.sites import H200
 from tests.layers.reference import assert_close, assert_identical, random, result_and_gradients
 
 pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
@@ -142,6 +144,16 @@ def test_only_layers_of_the_plan_permute(mesh: Mesh) -> None:
 
     assert permutes({"up": Column()}) == 3
     assert permutes({"up": Column(), "down": Row()}) == 3 + 3
+
+
+def test_a_module_is_explained_for_devices_that_are_not_here() -> None:
+    mesh = AbstractMesh((4,), ("tensor",), axis_types=(AxisType.Auto,), abstract_device=H200)
+    model = parallelize(FeedForward(), {"up": Column(), "down": Row()}, mesh=mesh)
+    x = jax.ShapeDtypeStruct((1, 64, FEATURES), "float32")
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    found = explain(model.apply)(shapes, x).decisions
+    assert [each.site.op for each in found] == ["all_gather_matmul", "matmul_reduce_scatter"]
+    assert all(each.seconds for each in found)  # Unknown for the CPUs that are here.
 
 
 def test_partition_specs_shard_features_over_the_axis() -> None:

@@ -15,7 +15,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
-from collective_matmul.layers import Column, ColumnParallelLinear, Row, RowParallelLinear
+from collective_matmul.layers import (
+    Column,
+    ColumnParallelLinear,
+    Row,
+    RowParallelLinear,
+    Shared,
+)
 from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
@@ -205,7 +211,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "two entries": (
         {"again": Column(), "pair.1": Row()},
-        "are one layer, and the plan has",
+        f"plan: 'pair.1' has {Row()} for 'pair.1', and 'again' has {Column()} for 'again',"
+        " which is the same layer; drop one entry",
+    ),
+    "shared and alone": (
+        {"blocks.0": Shared("up", "down"), "*.up": Row()},
+        f"plan: '*.up' has {Row()} for 'blocks.0.up', and 'blocks.0' has {Column()} for it; drop"
+        " one entry",
     ),
     "empty": ({}, "plan={}: expected at least one entry"),
     "size": (

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import explain
+from collective_matmul._compat import ShardingTypeError
 from collective_matmul.layers import Row, Shared, parallelize
 from collective_matmul.layers.linear.functions import own_columns
 from collective_matmul.layers.sharding_context import LocalShards, current_context
@@ -46,8 +48,9 @@ class Flat(nnx.Module):
         self.o = nnx.Linear(64, 32, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        heads = (getattr(self, name)(x).reshape(*x.shape[:-1], -1, 8) for name in HEADS)
-        return self.o(attend(*heads).reshape(*x.shape[:-1], -1))
+        made = [getattr(self, name)(x) for name in HEADS]  # Inside a shard_map, of the whole x.
+        y = attend(*(each.reshape(*each.shape[:-1], -1, 8) for each in made))
+        return self.o(y.reshape(*y.shape[:-2], -1))
 
 
 class OfLinen(linen.Module):
@@ -115,6 +118,47 @@ def test_wrong_heads_of_one_dimension_are_refused(make_mesh, library, heads):
         jax.eval_shape(parallelize(model, plan, mesh=mesh).apply, variables, x)
 
 
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_layers_that_say_how_many_heads_they_have_are_refused_without(make_mesh, library):
+    plan: Any = {"": Shared(*HEADS), "o": Row()}
+    sentence = r"'k': out_features=\(2, 8\): 2 is not divisible by .* of size 4; .* each: heads=2\b"
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        if library == "nnx":
+            parallelize(OfNnx(nnx.Rngs(0)), plan, mesh=make_mesh({"tensor": 4}))
+            return
+        model, x = OfLinen(), jnp.zeros((2, 16, 32))
+        variables = model.init(jax.random.key(0), x)
+        jax.eval_shape(parallelize(model, plan, mesh=make_mesh({"tensor": 4})).apply, variables, x)
+
+
+@pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
+def test_without_the_number_of_heads_a_part_of_one_is_gathered_or_does_not_fit(where):
+    """Layers of one output dimension do not say how many heads they have, so nothing can warn."""
+    types = (AxisType.Explicit if where == "explicit" else AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("tensor",), types, devices=jax.devices()[:4])
+    x = jax.random.normal(jax.random.key(0), (2, 16, 32))
+    expected = Flat(nnx.Rngs(0))(x)
+    model = parallelize(Flat(nnx.Rngs(0)), {"": Shared(*HEADS), "o": Row()}, mesh=mesh)
+    if where == "auto":
+        y = nnx.jit(lambda model, x: model(x))(model, x)
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+        return
+    if where == "explicit":
+        with jax.set_mesh(mesh), pytest.raises(ShardingTypeError, match="reshape"):
+            nnx.jit(lambda model, x: model(x))(model, x)
+        return
+    graph, state = nnx.split(model)
+    spec = P(None, "tensor")
+    run = jax.shard_map(
+        lambda state, x: nnx.merge(graph, state)(x),
+        mesh=mesh,
+        in_specs=(nnx.get_partition_spec(state), spec),
+        out_specs=spec,
+    )
+    with pytest.raises(TypeError, match=r"cannot reshape array of shape \(2, 16, 4\)"):
+        jax.eval_shape(run, state, x)
+
+
 def test_heads_need_the_size_of_the_axis():
     plan: Any = {"": Shared(*HEADS, heads={"q": 8, "k": 2, "v": 2})}
     with pytest.raises(ValueError, match=r"heads=8: how many devices compute each .* pass mesh="):
@@ -138,7 +182,31 @@ def test_devices_have_the_same_part_of_one_dimension(make_mesh, copies, expected
 
 
 def test_heads_of_a_layer_that_does_not_share_are_refused():
-    for heads in ({"w": 2}, {"k": 4, "v": 4}, {"q": 8, "k": 2, "v": 2, "w": 2}, {}, 8):
+    for heads in ({"w": 2}, {"q": 8, "k": 2, "v": 2, "w": 2}, {}, 8):
         wrong: Any = heads
-        with pytest.raises(ValueError, match=r"heads=.*: expected the number of heads of each"):
+        with pytest.raises(ValueError, match=r"heads=.*; expected the number of heads of each"):
             Shared("q", "k", "v", heads=wrong)
+    with pytest.raises(ValueError, match="names 'w', which is not among the layers; expected"):
+        Shared("q", "k", heads={"q": 8, "k": 2, "w": 2})
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("given", "missing", "whole"),
+    [
+        ({"q": 8, "k": 2}, "'v'", "{'q': 8, 'k': 2, 'v': ...}"),
+        ({"k": 2, "q": 8}, "'v'", "{'q': 8, 'k': 2, 'v': ...}"),
+        ({"q": 8, "v": 2}, "'k'", "{'q': 8, 'k': ..., 'v': 2}"),
+        ({"v": 2, "q": 8}, "'k'", "{'q': 8, 'k': ..., 'v': 2}"),
+        ({"q": 8}, "'k' and 'v'", "{'q': 8, 'k': ..., 'v': ...}"),
+        ({"k": 2, "v": 2}, "'q'", "{'q': ..., 'k': 2, 'v': 2}"),
+    ],
+)
+def test_a_forgotten_layer_is_named_with_what_to_write(make_mesh, library, given, missing, whole):
+    made = Flat(nnx.Rngs(0)) if library == "nnx" else FlatLinen()
+    with pytest.raises(ValueError) as error:
+        parallelize(made, {"": Shared(*HEADS, heads=given)}, mesh=make_mesh({"tensor": 4}))
+    assert str(error.value) == (
+        f"heads={given} has no number for {missing}; expected the number of heads of each layer"
+        f" that shares the gather: heads={whole}"
+    )
