@@ -15,6 +15,7 @@ import jax
 import tyro
 from rich.console import Console
 
+from models.choices import CHOICES
 from models.config import LlamaConfig, config_from_json
 from models.parameters.adapters import LoraConfig
 from models.paths import expanded
@@ -117,7 +118,8 @@ Command = (
 
 def main(arguments: Sequence[str]) -> None:
     """Runs ``python -m models`` with these arguments. Reports invalid input in one sentence."""
-    command: Any = tyro.cli(Command, args=list(arguments), prog="python -m models")
+    program, given = "python -m models", list(arguments)
+    command: Any = tyro.cli(Command, args=given, prog=program, registry=CHOICES)
     runs: dict[type, Callable[[Any], None]] = {
         Import: run_import,
         Export: run_export,

@@ -16,6 +16,7 @@ import jax
 import tyro
 from rich.console import Console
 
+from models.choices import CHOICES
 from models.simulated_devices import simulate_devices
 from train.checkpoint.checkpoint import SaveError
 from train.config.config import Config, MeshSizes
@@ -113,7 +114,7 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
             default = with_values(PRESETS[given.preset or "debug"](), defaults)
         else:
             default = read_config(given.config, given.preset, program, defaults)
-        return tyro.cli(Config, default=default, args=arguments, prog=program)
+        return tyro.cli(Config, default=default, args=arguments, prog=program, registry=CHOICES)
 
     config = read({})
     defaults = implied(config)
