@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.hugging_face.chat.template import read_variables
+from models.hugging_face.run_tokenizer import keep_tokenizer
 from models.hugging_face.writing import keep_origin
 from models.parameters.adapters import TARGETS, LoraConfig, Training
 from train.checkpoint.checkpoint import Checkpoints
@@ -100,8 +101,8 @@ def prepare(config: Config) -> Setup:
         with together():
             saved = _saved_configuration(config, checkpoints)
             begins = checkpoints is not None and not saved  # Else its folder is there already.
-            if begins and config.init_from is not None and is_first():
-                keep_origin(config.init_from, str(config.checkpoint_dir))
+            if begins and is_first():
+                _keep_for_exports(config, str(config.checkpoint_dir))
             config = _with_schedule(config, saved)
     except ValueError:
         if checkpoints is not None:
@@ -126,6 +127,13 @@ def prepare(config: Config) -> Setup:
 
 def complete(config: Config) -> tuple[Config, MeshSizes, Mesh]:
     """The configuration with all that it says of the model, and the mesh that it runs on.
+def _keep_for_exports(config: Config, directory: str) -> None:
+    """Copies into a directory of checkpoints what an export needs beside the weights."""
+    if config.init_from is not None:
+        keep_origin(config.init_from, directory)
+    keep_tokenizer(config.tokenizer, directory)
+
+
 
     Raises:
       ValueError: if values do not fit together, or do not fit the devices.
