@@ -9,7 +9,7 @@ import grain
 import numpy as np
 from rich.console import Console
 
-from models.checkpoint.saved_checkpoint import differences
+from models.checkpoint.saved_checkpoint import CONTEXT_LENGTH, differences
 from models.paths import expanded
 from train.checkpoint.base_weights import check_base, frozen_weights, load_base
 from train.checkpoint.new_state import init_state
@@ -101,6 +101,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> st
         f"{name} was {was}, is {now}"
         for name, (was, now) in differences(saved, current).items()
         if name.partition(".")[0] not in _WITHOUT_INFLUENCE
+        and name != CONTEXT_LENGTH
         and not (name == "tokenizer" and _are_equal_files(was, now))
     )
 
