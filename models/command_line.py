@@ -15,6 +15,7 @@ import jax
 import tyro
 from rich.console import Console
 
+from models.choices import CHOICES
 from models.config import LlamaConfig, config_from_json
 from models.parameters.adapters import LoraConfig
 from models.paths import expanded
@@ -117,7 +118,8 @@ Command = (
 
 def main(arguments: Sequence[str]) -> None:
     """Runs ``python -m models`` with these arguments. Reports invalid input in one sentence."""
-    command: Any = tyro.cli(Command, args=list(arguments), prog="python -m models")
+    program, given = "python -m models", list(arguments)
+    command: Any = tyro.cli(Command, args=given, prog=program, registry=CHOICES)
     runs: dict[type, Callable[[Any], None]] = {
         Import: run_import,
         Export: run_export,
@@ -165,7 +167,8 @@ def run_export(command: Export) -> None:
     from models.checkpoint.saved_checkpoint import find_checkpoint
     from models.generation import Generator
     from models.hugging_face import AdapterFolder, MergedParams, write
-    from models.hugging_face.writing import CONFIG, ORIGIN, check_empty
+    from models.hugging_face.run_tokenizer import origin_of_run
+    from models.hugging_face.writing import check_empty
 
     if not _SMALLEST_SHARD <= command.max_shard_gigabytes < math.inf:
         raise ValueError(
@@ -188,15 +191,10 @@ def run_export(command: Export) -> None:
     params = saved.restore_params(model.abstract_params)
     if adapter is not None:
         params = MergedParams(params, adapter)
-    origin = saved.path.parent / ORIGIN
-    write(
-        command.directory,
-        config,
-        params,
-        origin=origin if (origin / CONFIG).is_file() else None,
-        dtype=command.dtype,
-        max_shard_bytes=int(command.max_shard_gigabytes * 1e9),
-    )
+    limit = int(command.max_shard_gigabytes * 1e9)
+    with origin_of_run(saved.path.parent, saved.configuration()) as origin:
+        options: Any = {"origin": origin, "dtype": command.dtype, "max_shard_bytes": limit}
+        write(command.directory, config, params, **options)
     print(f"{command.directory}: {saved.path}")
 
 

@@ -188,6 +188,15 @@ class LlamaConfig:
             )
 
     @property
+    def longest_context(self) -> int | None:
+        """Largest number of tokens whose positions the model distinguishes: its context, or that to
+        which rotary frequencies are scaled if this is longer; None: unknown."""
+        if self.context_length is None or self.rotary_scaling.factor == 1:
+            return self.context_length
+        scaled = self.rotary_scaling.factor * self.rotary_scaling.original_context
+        return max(self.context_length, int(scaled))
+
+    @property
     def layer_period(self) -> int:
         """The number of kinds of layers, which take turns."""
         return self.full_attention_period or 1

@@ -28,6 +28,8 @@ from models.paths import expanded
 PREFIX = "step"
 JSON_ITEMS = ("data_position", "configuration")
 CHECKSUMS = "checksums"
+#: The field of a configuration that says how long texts may be.
+CONTEXT_LENGTH = "model.context_length"
 # A folder without any of these is not a checkpoint. If orbax was killed while it deleted a
 # checkpoint, some of them are missing.
 _ITEMS = ("state", *JSON_ITEMS, "_CHECKPOINT_METADATA")
@@ -82,6 +84,7 @@ class SavedCheckpoint:
         """
         saved = self.configuration().get("model", {})
         differing = differences({"model": saved}, {"model": configuration.get("model", {})})
+        differing.pop(CONTEXT_LENGTH, None)  # It limits prompts, and no number depends on it.
         if differing:
             raise ValueError(
                 f"{self.path}: a checkpoint from another model: {_listed(differing)}; "

@@ -54,7 +54,7 @@ def llama3_2_3b() -> LlamaConfig:
 def _llama(
     layers: int, features: int, hidden: int, heads: int, head_dim: int = 128, **others: Any
 ) -> LlamaConfig:
-    fields: dict[str, Any] = dict(rotary_scaling=_STRETCHED) | others
+    fields: dict[str, Any] = dict(rotary_scaling=_STRETCHED, context_length=131_072) | others
     return LlamaConfig(128_256, layers, features, hidden, heads, 8, head_dim, **fields)
 
 

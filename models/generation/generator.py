@@ -22,6 +22,7 @@ from models.generation.cache import choose_attention
 from models.generation.decoder import Caches
 from models.generation.sampling import Sampling, choose
 from models.llama import Llama
+from models.log import warn_once
 from models.parameters.adapters import LoraConfig, Training, is_adapter
 
 Params = dict[str, jax.Array]
@@ -189,6 +190,12 @@ class Generator:
                 answers.take(np.asarray(waiting), stop)
                 waiting = new
             answers.take(np.asarray(waiting), stop)
+        if answers.cut:
+            warn_once(
+                f"max_new_tokens={max_new_tokens}: {answers.cut} of {len(prompts)} answers end"
+                f" before, with the model's context of {self.config.context_length} tokens, prompt"
+                " included; shorten the prompt"
+            )
         return answers.tokens
 
     @property
@@ -278,6 +285,7 @@ class _Answers:
     ):
         self.tokens: list[list[int]] = [[] for _ in prompts]
         context = context_length or math.inf
+        self._most = max_new_tokens
         self._room = [int(min(max_new_tokens, context - len(prompt))) for prompt in prompts]
         self._ended = [False] * len(prompts)
         self._on_token = on_token
@@ -285,6 +293,12 @@ class _Answers:
     @property
     def longest(self) -> int:
         return max(self._room)
+
+    @property
+    def cut(self) -> int:
+        """The number of answers that ended with the context of the model."""
+        full = zip(self.tokens, self._room, strict=True)
+        return sum(len(tokens) == room < self._most for tokens, room in full)
 
     @property
     def all_ended(self) -> bool:

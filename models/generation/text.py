@@ -10,9 +10,8 @@ import jax
 from models.generation.answer_text import AnswerText
 from models.generation.generator import Generator
 from models.hugging_face.chat.tokens import ChatTokens
-from models.hugging_face.declared_tokens import DeclaredTokens
 from models.hugging_face.folder import ModelFolder
-from models.hugging_face.tokenizer import encode_prompt
+from models.hugging_face.tokenizer import encode_prompt, end_of_text
 
 
 def answer(
@@ -82,5 +81,5 @@ def _stop_tokens(folder: ModelFolder) -> tuple[int, ...]:
     """The tokens that end an answer: those of the model, or else that of its tokenizer."""
     if folder.stop_tokens:
         return folder.stop_tokens
-    end = DeclaredTokens(folder.path).end(folder.tokenizer().get_vocab())
+    end = end_of_text(folder.tokenizer(), folder.path)
     return () if end is None else (end,)

@@ -24,8 +24,8 @@ from models.paths import expanded
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 #: What a tokenizer may consist of.
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _SHOWN = 5

@@ -9,6 +9,8 @@ from typing import Any
 
 from models.hugging_face.declared_tokens import DeclaredTokens
 
+#: Names of special tokens that end a text, where no file declares one.
+END_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")
 _SHOWN = 60
 
 
@@ -60,6 +62,22 @@ def _made_special(tokenizer: Any, names: list[str]) -> list[Any]:
         elif name not in added and tokenizer.token_to_id(name) is not None:
             made.append(AddedToken(name, special=True, normalized=False))
     return made
+
+
+def end_of_text(tokenizer: Any, folder: Path) -> int | None:
+    """The token that ends a text: the one that a file of the folder declares, as
+    `DeclaredTokens.end` says, or else a special one of a usual name; None if there is none.
+
+    Raises:
+      ValueError: a file of the folder cannot be read, or declares something else.
+    """
+    declared = DeclaredTokens(folder).end(tokenizer.get_vocab())
+    if declared is not None:
+        return declared
+    added = tokenizer.get_added_tokens_decoder().items()
+    # Ordinary text may have these names too, and would end where it has them.
+    special = {token.content: number for number, token in added if token.special}
+    return next((special[name] for name in END_NAMES if name in special), None)
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:

@@ -27,7 +27,8 @@ from models.paths import expanded
 #: The folder, beside checkpoints, with what a model came with apart from its weights.
 ORIGIN = "hugging_face"
 _DTYPES = "dtypes.json"
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+#: The keys of config.json and generation_config.json that name tokens by their numbers.
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _COPIED = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
 
 
@@ -61,7 +62,7 @@ def keep_origin(source: str | Path, directory: str | Path) -> None:
     if tied_head is not None and values.get("tie_word_embeddings", False) != tied_head:
         # The head that is stored differs from the embedding.
         values["tie_word_embeddings"] = tied_head
-        _write_json(target / CONFIG, values)
+        write_json(target / CONFIG, values)
 
 
 def write(
@@ -151,16 +152,16 @@ def _write_config(file: Path, config: LlamaConfig, dtype: str) -> None:
     """
     given = read_json(file.parent, CONFIG)
     if given is not None and given.pop("quantization_config", None) is not None:
-        _write_json(file, given)  # What is written is not quantized.
+        write_json(file, given)  # What is written is not quantized.
     if given is None:
         values = write_config(config) | {"torch_dtype": dtype}
     elif _describes(given, config):
         values = _with_dtype(given, dtype)
     else:
-        tokens = {name: given[name] for name in _TOKENS if name in given}
+        tokens = {name: given[name] for name in TOKENS if name in given}
         values = write_config(config) | tokens | {"torch_dtype": dtype}
     if values != given:
-        _write_json(file, values)
+        write_json(file, values)
 
 
 def _describes(values: dict[str, Any], config: LlamaConfig) -> bool:
@@ -182,7 +183,8 @@ def _with_dtype(value: Any, dtype: str) -> Any:
     return [_with_dtype(item, dtype) for item in value] if isinstance(value, list) else value
 
 
-def _write_json(file: Path, values: dict[str, Any]) -> None:
+def write_json(file: Path, values: dict[str, Any]) -> None:
+    """Writes an object as a file of a folder."""
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
@@ -254,4 +256,4 @@ def _write_index(
         _bytes(parts[0][1], dtypes[tensor]) for tensor, parts in _by_tensor(tensors(config))
     )
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
-    _write_json(file, index)
+    write_json(file, index)

@@ -184,6 +184,15 @@ def test_bad_input_is_a_sentence(commands, capsys, folder, arguments, sentence):
     assert error.startswith("error: ") and sentence in error
 
 
+def test_an_answer_that_ends_with_the_context_says_so(commands, caplog, capsys, folder):
+    for tokens, is_cut in (("5", False), ("400", True)):
+        caplog.clear()
+        commands(["generate", str(folder.path), "--prompt", "x" * 120, "--max-new-tokens", tokens])
+        ends = "max_new_tokens=400: 1 of 1 answers end before, with the model's context of 128"
+        assert (ends in caplog.text) == is_cut
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("lora", "generate"),
     [

@@ -82,6 +82,24 @@ def check(config: Config, sizes: MeshSizes) -> None:
         raise ValueError(f"profile_dir={config.profile_dir!r}: is a file; name a folder")
 
 
+def warnings_of(config: Config) -> list[str]:
+    """Warnings of settings that are possible and seldom meant, as lines to print."""
+    lines, model = [], config.model
+    most = model.longest_context
+    if most is not None and config.sequence_length > most:
+        lines.append(
+            f"warning: sequence_length={config.sequence_length} is more than the {most} tokens that"
+            " the model was made for, and it does not know later positions; give --sequence-length"
+            f" {most} or less, unless the run is to teach it longer contexts"
+        )
+    if config.lora.rank is not None and config.init_from is None:
+        lines.append(
+            f"warning: lora.rank={config.lora.rank} without --init-from trains adapters beside"
+            " random weights, which stay random; give --init-from with the weights to adapt"
+        )
+    return lines
+
+
 def _check_whole_numbers(config: Config) -> None:
     """Raises ValueError for a number below the least that means something, or beyond int32."""
     for name in (

@@ -242,7 +242,7 @@ class Config:
     """File of that table; default: the one in the user's cache, which later runs read."""
     verbose: bool = False
     """List, in a dry run, the gathers and sums that are left alone, each with the reason."""
-    device: Literal["H200", "H100", "A100"] | None = None
+    device: Literal["A100", "H100", "H200"] | None = None
     """GPU that a plan or a dry run predicts for; default: those of this machine, or H200."""
     devices: int | None = None
     """Number of GPUs that a plan is for; default: those of this machine."""

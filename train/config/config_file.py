@@ -12,6 +12,7 @@ import tyro
 from flax import traverse_util
 
 from models.checkpoint.earlier_releases import current_configuration
+from models.choices import CHOICES
 from train.config.config import Config
 from train.config.defaults import with_values
 from train.config.presets import PRESETS
@@ -57,7 +58,8 @@ def read_config(
         )
     default = with_values(PRESETS[name](), defaults)
     arguments = _as_arguments(values, default, path)
-    return tyro.cli(Config, default=default, args=arguments, prog=f"{program} --config {path}")
+    named = f"{program} --config {path}"
+    return tyro.cli(Config, default=default, args=arguments, prog=named, registry=CHOICES)
 
 
 def _read_object(path: str) -> dict[str, Any]:

@@ -31,17 +31,19 @@ def implied(config: Config) -> dict[str, Any]:
 
     An fsdp axis of several devices shards what it can: ZeRO level 3, or 1 beside frozen weights,
     which matmuls cannot gather on every mesh. An optimizer has a learning rate of its own. Weights
-    that come from a Hugging Face folder are fine-tuned. A resumed run keeps what its checkpoint was
-    trained with.
+    that come from a Hugging Face folder are fine-tuned. A resumed run keeps these, and the number
+    of sequences of a step, as its checkpoint was trained with them.
 
     Args:
       config: what the run is asked for, with the values of its preset for all else.
     """
     values = of_optimizer(config)
     is_fine_tuned = model_folder(config) is not None
+    saved = saved_configuration(config)
+    if "batch_size" in saved:
+        values["batch_size"] = saved["batch_size"]
     if config.mesh.fsdp <= 1 and not is_fine_tuned:
         return values
-    saved = saved_configuration(config)
     if config.mesh.fsdp > 1:
         level = 1 if Training(config.lora, config.freeze).freezes else 3
         values["zero"] = saved.get("zero", level)

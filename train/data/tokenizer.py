@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from models.hugging_face.declared_tokens import DeclaredTokens
-from models.hugging_face.tokenizer import TokenizerError, parse_tokenizer, reported
+from models.hugging_face.run_tokenizer import END_OF_BYTES
+from models.hugging_face.tokenizer import (
+    END_NAMES,
+    TokenizerError,
+    end_of_text,
+    parse_tokenizer,
+    reported,
+)
 from models.paths import expanded
 from train.data.text_files import opened
 
-END_OF_DOCUMENT_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")
 TOKENIZATION_GROUP_BYTES = 2**24
 
 
@@ -45,7 +50,7 @@ class Tokenizer:
 BYTES = Tokenizer(
     encode=lambda documents: (np.frombuffer(document, np.uint8) for document in documents),
     vocabulary_size=256,
-    end_of_document=0xFF,
+    end_of_document=END_OF_BYTES,
 )
 
 
@@ -79,8 +84,7 @@ def read_tokenizer(path: str) -> Any:
 def load_tokenizer(path: str) -> Tokenizer:
     """Reads a Hugging Face tokenizer.json.
 
-    The token that ends a document is the one that a file beside it declares, as
-    `DeclaredTokens.end` says, or else a special token of a usual name.
+    The token that ends a document is the one that `end_of_text` finds.
 
     Raises:
       ValueError: the file or one beside it cannot be read, or there is no end-of-document token.
@@ -119,22 +123,16 @@ def _encoded(model: Any, texts: list[str], number: int) -> Iterator[list[int]]:
 
 def _end_of_document(model: Any, path: str) -> int:
     try:
-        declared = DeclaredTokens(_folder(path)).end(model.get_vocab())
+        end = end_of_text(model, _folder(path))
     except ValueError as error:
         raise ValueError(f"tokenizer={path!r}: {error}") from error
-    if declared is not None:
-        return declared
-    added = model.get_added_tokens_decoder().items()
-    # Ordinary text may have these names too, and would end documents where it occurs.
-    special = {token.content: number for number, token in added if token.special}
-    for name in END_OF_DOCUMENT_NAMES:
-        if name in special:
-            return special[name]
-    raise ValueError(
-        f"tokenizer={path!r}: has no end-of-document token; name one as eos_token in a"
-        " tokenizer_config.json beside it, or add one of"
-        f" {', '.join(END_OF_DOCUMENT_NAMES)} to its special tokens"
-    )
+    if end is None:
+        raise ValueError(
+            f"tokenizer={path!r}: has no end-of-document token; name one as eos_token in a"
+            f" tokenizer_config.json beside it, or add one of {', '.join(END_NAMES)} to its special"
+            " tokens"
+        )
+    return end
 
 
 def _folder(path: str) -> Path:

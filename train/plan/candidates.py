@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from models.blocks.rematerialization import Remat
+from models.parameters.adapters import Training
 from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes, Zero
 from train.config.presets import PRESETS
 from train.memory.device_memory import usable
+from train.parallel.mesh import mesh_sizes
+from train.parallel.weight_gather import where_gathered
 from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.memory_estimate import MemoryEstimate, predict_memory
 from train.plan.step_time import NETWORK_BYTES, Prediction, predict
@@ -26,6 +29,13 @@ from train.plan.step_time import NETWORK_BYTES, Prediction, predict
 #: Fewer tokens of a sequence on a device are not worth a context axis: two GPUs with 4096 tokens
 #: each took 23 % longer than with a tensor axis (report plan-2-h100).
 _LEAST_TOKENS_OF_CONTEXT = 8192
+
+
+#: Reasons that are about memory.
+_TOO_LARGE = STATE, ACTIVATIONS = (
+    "state does not fit",
+    "activations and gradients do not fit",
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,11 @@ class Plan:
     refused: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, tuple[float, str]] = field(default_factory=dict)
 
+    @property
+    def is_too_large(self) -> bool:
+        """Whether nothing fits, and more memory would help."""
+        return not self.candidates and any(reason in self.refused for reason in _TOO_LARGE)
+
     def refuse(self, reason: str, example: str, needed: float = 0.0) -> None:
         """Counts a configuration that does not fit, or that is not possible and needs no bytes."""
         self.refused[reason] += 1
@@ -102,7 +117,7 @@ def make_plan(config: Config, machine: Machine) -> Plan:
             padded = config.model.padded_for(sizes.tensor)
             sharded = dataclasses.replace(config, model=padded, mesh=MeshConfig(*sizes), **changes)
             try:
-                check(sharded, sizes)
+                check_sharded(sharded, sizes)
             except ValueError as error:
                 plan.refuse(str(error).partition("=")[0], str(error))
                 continue
@@ -113,6 +128,41 @@ def make_plan(config: Config, machine: Machine) -> Plan:
         plan.candidates += fastest.values()
     plan.candidates.sort(key=lambda candidate: (candidate.seconds, candidate.sizes[::-1]))
     return plan
+
+
+def check_sharded(config: Config, sizes: MeshSizes) -> None:
+    """Checks that a configuration fits a mesh, and that matmuls can gather frozen weights there.
+
+    Raises:
+      ValueError: if they do not.
+    """
+    check(config, sizes)
+    if config.zero == 3 and sizes.weight_shards > 1:
+        freezes = Training(config.lora, config.freeze).freezes
+        where_gathered(config, sizes, GPUS_OF_A_NODE, freezes=freezes)
+
+
+def unfit_mesh(config: Config, devices: int) -> str:
+    """Says why no mesh of all devices has the axes that were asked for, where none has, in the
+    trainer's words if it refuses that mesh too."""
+    try:
+        sizes = mesh_sizes(config, devices, GPUS_OF_A_NODE)
+        padded = config.model.padded_for(sizes.tensor)
+        # This is about the mesh: a batch that it divides.
+        batch = sizes.data * sizes.fsdp * config.gradient_accumulation_steps
+        check_sharded(dataclasses.replace(config, model=padded, batch_size=batch), sizes)
+    except ValueError as error:
+        return str(error)
+    if sizes.devices == devices:
+        return (
+            f"mesh.tensor={sizes.tensor}: expected a divisor of the {GPUS_OF_A_NODE} GPUs of a"
+            " node, within which a plan keeps the tensor axis; give another --mesh.tensor, or leave"
+            " it out"
+        )
+    return (
+        f"{sizes.flags} has {sizes.devices} of {devices} devices; expected a mesh of all: leave out"
+        f" an axis, or give --devices {sizes.devices}"
+    )
 
 
 def is_free(config: Config, name: str) -> bool:
@@ -198,9 +248,9 @@ def _too_large(
     state, total = (f"{size / 1e9:,.1f} GB" for size in (memory.state, memory.total))
     if memory.state > machine.limit:
         text = f"parameters and optimizer state alone take {state}, and {limit}"
-        return "state does not fit", f"{sizes}, zero {config.zero}: {text}"
+        return STATE, f"{sizes}, zero {config.zero}: {text}"
     text = f"takes {total}, {state} of it state, and {limit}"
     setting = f"zero {config.zero}, remat {config.remat}"
     if config.gradient_accumulation_steps > 1:
         setting += f", {config.gradient_accumulation_steps} microbatches"
-    return "activations and gradients do not fit", f"{sizes}, {setting}: {text}"
+    return ACTIVATIONS, f"{sizes}, {setting}: {text}"

@@ -30,7 +30,8 @@ class _WeightGroup(NamedTuple):
     """Weights that are sharded alike, and used alike.
 
     Attributes:
-      weights: numbers of a device before ZeRO shards them.
+      weights: numbers of a device that are trained, before ZeRO shards them.
+      used: numbers that level 3 gathers, also those that are frozen.
       shards: devices that share them.
       zero: the level of ZeRO, over these.
       replicas: devices that have the same shard.
@@ -40,6 +41,7 @@ class _WeightGroup(NamedTuple):
     """
 
     weights: float
+    used: float
     shards: int
     zero: int
     replicas: int
@@ -88,17 +90,18 @@ class Communication:
         for linear in shapes.block:
             forward = self._collective_matmul(linear, computation.forward_matmul(linear), 1)
             # The gradient of what gathers scatters its own, and gathers x again.
-            arrays = 2 if linear.gathers else 1
+            arrays = 2 if linear.gathers and linear.is_trained else 1
             gradient = computation.data_gradient(linear)
             block += forward + self._collective_matmul(linear, gradient, arrays)
         for linear in computation.repeated:
             block += self._collective_matmul(linear, computation.forward_matmul(linear), 1)
         head = self._collective_matmul(shapes.head, computation.forward_matmul(shapes.head), 1)
+        head *= 3 if shapes.head.is_trained else 2
         # Embeddings are scattered, their gradients gathered; nothing hides them.
         width = computation.width
         sent = (devices - 1) * shapes.local_rows * shapes.model.features * width
         embedding = 2 * (self.rates.collective_seconds + sent / self.bandwidth(devices, 1))
-        return shapes.model.num_layers * block + 3 * head + embedding
+        return shapes.model.num_layers * block + head + embedding
 
     def _collective_matmul(self, linear: Linear, matmul: float, arrays: int) -> float:
         """Seconds beyond the matmul, by the faster of a ring and a collective.
@@ -131,21 +134,26 @@ class Communication:
         layers, others = shapes.model.num_layers, sizes.data * sizes.weight_shards
         forward = computation.block_forward + computation.attention_forward
         backward = computation.block_backward + computation.attention_backward
-        experts = computation.experts_forward, computation.experts_backward
-        under = layers * (forward + experts[0]), layers * (backward + experts[1])
+        under = (
+            layers * (forward + computation.experts_forward),
+            layers * (backward + computation.experts_backward),
+        )
         head = computation.forward_matmul(shapes.head)
         dense = shapes.weight_shards, shapes.zero, others // shapes.weight_shards
         # Copies in 8 bits are of one axis.
         in_8_bits = any(linear.fp8 for linear in shapes.block) and sizes.context == 1
+        blocks = layers * shapes.trained_block_weights, layers * shapes.block_weights
+        vocabulary = shapes.trained_vocabulary_weights, shapes.vocabulary_weights
         groups = [
-            _WeightGroup(layers * shapes.block_weights, *dense, *under, in_8_bits),
-            _WeightGroup(shapes.vocabulary_weights, *dense, head, computation.head - head),
+            _WeightGroup(*blocks, *dense, *under, in_8_bits),
+            _WeightGroup(*vocabulary, *dense, head, computation.head - head),
         ]
         if shapes.expert_weights:
             shards = shapes.expert_shards
             apart = sizes.fsdp if "fsdp" in expert_axes(shapes.config) else 1
             own = shards, shapes.zero if shards > 1 else 0, others // shards // apart
-            groups.append(_WeightGroup(shapes.all_expert_weights, *own, *under))
+            experts = shapes.all_expert_weights
+            groups.append(_WeightGroup(experts, experts, *own, *under))
         return groups
 
     def weights(self) -> float:
@@ -154,26 +162,32 @@ class Communication:
 
     def _gathers(self, group: _WeightGroup) -> float:
         shapes = self.shapes
-        sent = (group.shards - 1) / group.shards * group.weights
+        gathered = group.used if group.zero == 3 else group.weights
+        sent = (group.shards - 1) / group.shards * gathered
         bandwidth = self.bandwidth(group.shards, shapes.sizes.tensor)
         if group.zero < 3:  # Once per step, before the first block.
             return sent * self.computation.width / bandwidth
         times = shapes.microbatches
-        if gathers_in_matmuls(self.shapes) and not group.in_8_bits:
+        if self._is_ring(group) and not group.in_8_bits:
             # Matmuls that are recomputed gather once more.
             repeated = sum(linear.weights for linear in self.computation.repeated)
-            again = repeated / shapes.block_weights * self._ring(group, group.forward)
-            passes = (group.forward, group.backward)
-            return times * (sum(self._ring(group, seconds) for seconds in passes) + again)
+            forward = self._ring(group, group.used, group.forward)
+            again = repeated / shapes.block_weights * forward
+            return times * (forward + self._ring(group, group.used, group.backward) + again)
         travels = sent * (1 if group.in_8_bits else self.computation.width) / bandwidth
         delays = sum(self._beside(travels, under) for under in (group.forward, group.backward))
         launches = 2 * shapes.model.num_layers * self.rates.collective_seconds
         return times * (delays + launches)
 
-    def _ring(self, group: _WeightGroup, compute: float) -> float:
-        """Seconds that rings of all shards add to matmuls that compute so long."""
+    def _is_ring(self, group: _WeightGroup) -> bool:
+        """Whether matmuls gather the weights of a group in rings, which stay within a node."""
+        within = group.shards * self.shapes.sizes.tensor <= GPUS_OF_A_NODE
+        return within and gathers_in_matmuls(self.shapes)
+
+    def _ring(self, group: _WeightGroup, numbers: float, compute: float) -> float:
+        """Seconds that rings of all shards of these numbers add to matmuls that compute so long."""
         share = (group.shards - 1) / group.shards
-        travels = share * group.weights * self.computation.width / self.rates.link_bytes
+        travels = share * numbers * self.computation.width / self.rates.link_bytes
         return max(0.0, travels - share * compute) + _RING_LOSS * travels
 
     def gradients(self) -> float:
@@ -185,8 +199,8 @@ class Communication:
         count, tensor = shapes.microbatches, shapes.sizes.tensor
         sent = (group.shards - 1) / group.shards * group.weights
         seconds = 0.0
-        if group.zero == 3 and gathers_in_matmuls(self.shapes):
-            seconds += count * self._ring(group, group.backward)
+        if group.zero == 3 and self._is_ring(group):
+            seconds += count * self._ring(group, group.weights, group.backward)
         elif group.zero:
             scatter = sent * width / self.bandwidth(group.shards, tensor)
             once = group.zero == 1 and count > 1
@@ -235,6 +249,8 @@ class Communication:
 def gathers_in_matmuls(shapes: Shapes) -> bool:
     """Whether rings gather the weights that they multiply, as `ModelFunctions` decides."""
     config, sizes = shapes.config, shapes.sizes
+    if shapes.training.freezes:  # Nothing else gathers what is frozen.
+        return True
     if config.weight_gather != "auto":
         return config.weight_gather == "matmuls"
     within = sizes.fsdp * sizes.tensor <= GPUS_OF_A_NODE and sizes.context == 1

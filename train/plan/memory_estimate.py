@@ -25,7 +25,7 @@ class MemoryEstimate:
     """Predicted bytes of a device when most is in use.
 
     Attributes:
-      parameters: float32 parameters.
+      parameters: float32 parameters, and those that are frozen.
       optimizer_state: moments.
       weights: in the compute dtype: made once per step, or gathered.
       gradients: those that are there at that time.
@@ -73,11 +73,12 @@ class _Step:
 
     def memory(self) -> MemoryEstimate:
         shapes = self.shapes
-        parameters = 4 * shapes.local_weights
+        trained = 4 * shapes.local_weights
+        parameters = trained + shapes.frozen_bytes
         optimizer = OPTIMIZERS[shapes.config.optimizer.kind]
-        moments = optimizer.moments * parameters
+        moments = optimizer.moments * trained
         if optimizer.orthogonalizes:  # One for matrices of blocks.
-            moments -= parameters - 4 * shapes.vocabulary_weights / shapes.weight_shards
+            moments -= trained - 4 * shapes.trained_vocabulary_weights / shapes.weight_shards
         layers = shapes.model.num_layers
         blocks = (self.block_after(done) for done in {min(1, layers - 1), layers - 1})
         most = max((self.head(), *blocks, self.end()), key=sum)
@@ -110,7 +111,7 @@ class _Step:
 
     @property
     def all_weights(self) -> float:
-        """Numbers of all weights before ZeRO shards them."""
+        """Numbers of all trained weights before ZeRO shards them."""
         return self.shapes.dense_weights + self.shapes.all_expert_weights
 
     @property
@@ -138,9 +139,11 @@ class _Step:
         if shapes.zero == 3:
             return self.copies_of_shards
         is_used_again = shapes.model.tied_head or self.accumulates
-        numbers = self.all_weights - (0 if is_used_again else self.table)
+        is_made = shapes.embedding_is_trained and not is_used_again
+        numbers = self.all_weights - (self.table if is_made else 0)
         blocks = shapes.model.num_layers * shapes.block_weights
-        if shapes.config.fp8 and shapes.config.remat == "none" and shapes.hidden:
+        makes_copies = shapes.config.fp8 and not shapes.training.freezes
+        if makes_copies and shapes.config.remat == "none" and shapes.hidden:
             # Copies in 8 bits take their place, which XLA makes once for both directions.
             return self.width * (numbers - blocks) + blocks
         return self.width * numbers
@@ -180,10 +183,19 @@ class _Step:
         rows = sum(linear.weights for linear in shapes.block if not linear.gathers)
         return 4 * (shapes.model.num_layers * rows / shapes.weight_shards + shapes.block_weights)
 
+    @property
+    def saved_weights(self) -> float:
+        """Bytes of frozen weights that a loop over layers saves for its backward."""
+        shapes = self.shapes
+        if not shapes.config.scan_layers or shapes.config.remat != "none" or shapes.zero == 3:
+            return 0.0
+        return shapes.model.num_layers * shapes.frozen_block_bytes
+
     def head(self) -> _Moment:
         """The backward of the head: all activations are there."""
         shapes, width = self.shapes, self.width
         saved = shapes.model.num_layers * block_activations(shapes).saved + 4 * self.stream
+        saved += self.saved_weights
         logits = width * shapes.logit_rows * shapes.vocabulary
         table = width * self.table
         weights = self.weights
@@ -191,12 +203,15 @@ class _Step:
             weights += table + self.block
         own = 0.0  # The head's gradient, where it is not the last one that is used.
         if (shapes.zero == 3 and not shapes.model.tied_head) or self.accumulates:
-            own = table
+            own = table if shapes.head.is_trained else 0.0
         gradients = self.sums
         if shapes.config.scan_layers:  # The gradients of all blocks are one array.
-            gradients += self.gradients * (1 - shapes.vocabulary_weights / self.all_weights)
+            share = shapes.trained_vocabulary_weights / self.all_weights
+            gradients += self.gradients * (1 - share)
             if shapes.zero == 3:  # The head's are sharded before the loop.
                 weights, own = self.weights + self.loop, 2 * table / shapes.weight_shards
+                if not shapes.head.is_trained:  # Its matmul has it whole.
+                    weights, own = weights + table, 0.0
         if shapes.loss_is_in_chunks:  # Gradients of all tokens are collected.
             saved += self.stream
         # XLA does not write the gradient of the logits in their place, but has them both.
@@ -207,19 +222,21 @@ class _Step:
         shapes, activations = self.shapes, block_activations(self.shapes)
         layers, is_loop = shapes.model.num_layers, bool(shapes.config.scan_layers)
         left, gone = (layers, layers) if is_loop else (layers - done, done)
-        head = 0.0 if shapes.model.tied_head else self.table
-        blocks = (self.all_weights - shapes.vocabulary_weights) * gone / layers
+        has_gradient = shapes.head.is_trained and not shapes.model.tied_head
+        head = self.table if has_gradient else 0.0
+        blocks = (self.all_weights - shapes.trained_vocabulary_weights) * gone / layers
         rest = self.gradients * (blocks + head) / self.all_weights
         if shapes.zero == 2:  # XLA scatters the head's only at the end.
             rest += 4 * head * (1 - 1 / shapes.weight_shards)
         # Gradients of experts that are not sharded further are float32, one matrix after another.
         is_gathered = shapes.expert_shards > 1
-        own = self.width * shapes.block_weights
+        own = self.width * shapes.trained_block_weights
         own += (self.width if is_gathered else 4 / 3) * shapes.expert_weights
         kept = self.kept_weights
         stays = self.accumulates or is_loop
         weights = self.weights if stays else kept + (self.weights - kept) * left / layers
         used = activations.saved * left + activations.recomputed + activations.temporary
+        used += self.saved_weights
         weights += self.block + self.loop
         return _Moment(weights, self.sums + rest + own, used + 4 * self.stream)
 
@@ -227,7 +244,8 @@ class _Step:
         """The end of the backward: all gradients are there."""
         gradients = self.sums + self.gradients
         in_features = self.shapes.zero == 3 and gathers_in_matmuls(self.shapes)
-        if self.is_summed and not (in_features and not self.shapes.model.tied_head):
+        is_whole = not (in_features and not self.shapes.model.tied_head)
+        if self.is_summed and is_whole and self.shapes.embedding_is_trained:
             gradients += 4 * self.table  # That of the embedding before it is summed.
         weights = self.weights if self.accumulates else self.kept_weights
         return _Moment(weights, gradients, 2 * self.stream)

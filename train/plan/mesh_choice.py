@@ -6,12 +6,11 @@ import dataclasses
 from contextlib import suppress
 from typing import Any
 
-from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.defaults import saved_configuration
 from train.memory.device_memory import GPUS, usable
 from train.parallel.mesh import mesh_sizes
-from train.plan.candidates import meshes, shardings
+from train.plan.candidates import check_sharded, meshes, shardings
 from train.plan.memory_estimate import predict_memory
 from train.plan.step_time import milliseconds, predict, unpredicted_reason
 
@@ -113,7 +112,7 @@ def _seconds(
       ValueError: if the mesh does not fit the configuration.
     """
     config = dataclasses.replace(config, model=config.model.padded_for(sizes.tensor))
-    check(config, sizes)
+    check_sharded(config, sizes)
     [memory] = (g.memory for g in GPUS.values() if g.device.device_kind == device_kind)
     if predict_memory(config, sizes).total > usable(memory):
         return None

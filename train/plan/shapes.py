@@ -12,7 +12,10 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from models.config import LlamaConfig
+from models.parameters.adapters import Training
 from models.parameters.fp8_layers import FP8_LAYERS
 from train.config.config import Config, MeshSizes
 from train.config.experts import expert_axes, expert_devices, hidden_devices
@@ -26,16 +29,33 @@ class Linear(NamedTuple):
     Attributes:
       gathers: whether its rows are gathered before, or its results scattered after.
       fp8: the recipe of its operands, or None.
+      is_trained: whether its weight is.
+      adapters: beside it; several layers that share a gather are one here.
+      rank: of each adapter.
+      adapted: columns of the layers that have one.
     """
 
     inputs: int
     columns: int
     gathers: bool
     fp8: str | None
+    is_trained: bool = True
+    adapters: int = 0
+    rank: int = 0
+    adapted: int = 0
 
     @property
     def weights(self) -> int:
         return self.inputs * self.columns
+
+    @property
+    def adapter_weights(self) -> int:
+        """Numbers of A [inputs, rank] and B [rank, columns] of all adapters."""
+        return self.rank * (self.adapters * self.inputs + self.adapted)
+
+    @property
+    def trained_weights(self) -> int:
+        return self.adapter_weights + (self.weights if self.is_trained else 0)
 
 
 @dataclass(frozen=True)
@@ -90,31 +110,102 @@ class Shapes:
     def block(self) -> tuple[Linear, ...]:
         """The linear layers of a block, in the order of its forward."""
         features, (queries, keys) = self.model.features, self.attention_columns
-        recipe = self._recipe
+        projected = dict(zip(("query", "key", "value"), (queries, keys, keys), strict=True))
+        projected = {f"attention.projection.{name}": n for name, n in projected.items()}
         linears = [
-            Linear(features, queries + 2 * keys, True, recipe("layers.attention.projection")),
-            Linear(queries, features, False, recipe("layers.attention.output")),
+            self._linear("layers.attention.projection", features, projected),
+            self._linear("layers.attention.output", queries, {"attention.output": features}),
         ]
         if self.hidden:
-            fp8 = recipe("layers.feed_forward")
-            linears.append(Linear(features, 2 * self.hidden, True, fp8))
-            linears.append(Linear(self.hidden, features, False, fp8))
+            name = "layers.feed_forward"
+            gated = {f"feed_forward.{part}": self.hidden for part in ("gate", "up")}
+            linears.append(self._linear(name, features, gated))
+            linears.append(self._linear(name, self.hidden, {"feed_forward.down": features}))
         return tuple(linears)
+
+    def _linear(self, group: str, inputs: int, columns: dict[str, int]) -> Linear:
+        """A linear layer, or several that share a gather.
+
+        Args:
+          group: with which it is multiplied in 8 bits.
+          inputs: its inputs.
+          columns: those of each layer by its path in a block.
+        """
+        lora = self.training.lora
+        adapted = [number for path, number in columns.items() if lora.of(path) is not None]
+        return Linear(
+            inputs,
+            sum(columns.values()),
+            len(columns) > 1,
+            self._recipe(group),
+            any(self.training.trains(f"layers.{path}.kernel") for path in columns),
+            len(adapted),
+            lora.rank or 0,
+            sum(adapted),
+        )
+
+    @functools.cached_property
+    def training(self) -> Training:
+        """Which parameters are trained."""
+        return Training(self.config.lora, self.config.freeze)
 
     @functools.cached_property
     def head(self) -> Linear:
-        return Linear(self.model.features, self.vocabulary, True, self._recipe("head"))
+        name = "embedding" if self.model.tied_head else "head.kernel"
+        trained = self.training.trains(name)
+        return Linear(self.model.features, self.vocabulary, True, self._recipe("head"), trained)
+
+    @functools.cached_property
+    def embedding_is_trained(self) -> bool:
+        return self.training.trains("embedding")
 
     def _recipe(self, name: str) -> str | None:
         config = self.config
         assert name in FP8_LAYERS
         matches = any(fnmatch.fnmatch(name, part) for part in config.fp8_layers.split(","))
-        return config.fp8 if matches else None
+        return (config.lora.base_format or config.fp8) if matches else None
+
+    def is_stored_in_8_bits(self, linear: Linear) -> bool:
+        """Whether a frozen weight is kept in 8 bits alone."""
+        stored = self.config.lora.base_format is not None and linear.fp8 is not None
+        return stored and not linear.is_trained
 
     @functools.cached_property
     def block_weights(self) -> int:
         """Weights of a block on a device before ZeRO shards them, experts left out."""
         return sum(linear.weights for linear in self.block)
+
+    @functools.cached_property
+    def trained_block_weights(self) -> int:
+        """Weights of a block that are trained, with adapters, before ZeRO shards them."""
+        return sum(linear.trained_weights for linear in self.block)
+
+    @functools.cached_property
+    def trained_vocabulary_weights(self) -> int:
+        """Weights of embedding and head that are trained, before ZeRO shards them."""
+        table = self.model.features * self.vocabulary
+        head = 0 if self.model.tied_head else table * self.head.is_trained
+        return head + table * self.embedding_is_trained
+
+    @functools.cached_property
+    def frozen_block_bytes(self) -> int:
+        """Bytes of the weights of a block that are not trained, before ZeRO shards them."""
+        width = np.dtype(self.config.compute_dtype).itemsize
+        return sum(
+            linear.weights * (1 if self.is_stored_in_8_bits(linear) else width)
+            for linear in self.block
+            if not linear.is_trained
+        )
+
+    @functools.cached_property
+    def frozen_bytes(self) -> float:
+        """Bytes of all weights of a device that are not trained."""
+        width = np.dtype(self.config.compute_dtype).itemsize
+        shards = self.weight_shards if self.zero == 3 else 1
+        table = self.vocabulary_weights - self.trained_vocabulary_weights
+        # Matmuls gather all but a table that is the head too.
+        whole = shards if not self.model.tied_head else 1
+        return self.model.num_layers * self.frozen_block_bytes / shards + width * table / whole
 
     @property
     def kept_weights(self) -> int:
@@ -170,8 +261,9 @@ class Shapes:
 
     @functools.cached_property
     def dense_weights(self) -> int:
-        """All weights of a device before ZeRO shards them, but for experts."""
-        return self.model.num_layers * self.block_weights + self.vocabulary_weights
+        """All trained weights of a device before ZeRO shards them, but for experts."""
+        blocks = self.model.num_layers * self.trained_block_weights
+        return blocks + self.trained_vocabulary_weights
 
     @functools.cached_property
     def all_expert_weights(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from train.config.config import Config, MeshSizes
+from train.config.config import ONE_DEVICE, Config, MeshSizes
 from train.log.metrics import model_flops_per_token, peak_flops
 from train.plan.communication import GPUS_OF_A_NODE, Communication
 from train.plan.computation import Computation
@@ -75,8 +75,6 @@ def unpredicted_reason(config: Config, device_kind: str) -> str | None:
     """Why no step time is predicted, or None."""
     if device_kind not in RATES:
         return f"no rates of {device_kind} are known"
-    if config.lora.rank or config.freeze:
-        return "rates are those of runs that train all parameters"
     return None
 
 
@@ -110,7 +108,7 @@ def _step_time(computation: Computation, communication: Communication) -> StepTi
     shapes = computation.shapes
     count = shapes.microbatches
     blocks = count * shapes.model.num_layers
-    matmuls = computation.block_forward + computation.block_backward
+    matmuls = computation.block_forward + computation.block_backward + computation.adapters
     once = computation.casts() + computation.accumulation() + _IDLE_SECONDS
     return StepTime(
         matmuls=blocks * matmuls + count * computation.head,
@@ -127,9 +125,12 @@ def _step_time(computation: Computation, communication: Communication) -> StepTi
 
 
 def _flops_per_token(config: Config) -> float:
-    model = config.model
+    model, whole = config.model, Shapes(config, ONE_DEVICE)
+    linears = [*model.num_layers * whole.block, whole.head]
+    adapters = sum(linear.adapter_weights for linear in linears)
     return model_flops_per_token(
-        matmul_parameters=model.matmul_parameters,
+        matmul_parameters=model.matmul_parameters + adapters,
+        frozen_parameters=sum(each.weights for each in linears if not each.is_trained),
         layers=model.num_layers,
         heads=model.num_heads,
         head_dim=model.head_dim,
@@ -150,6 +151,8 @@ def _extrapolated(config: Config, sizes: MeshSizes, device_kind: str, network_by
         reasons.append("no steps were measured that gather experts")
     if config.optimizer.kind != "adamw":
         reasons.append("steps were measured with AdamW")
+    if config.freeze:
+        reasons.append("no steps were measured with --freeze")
     if config.compute_dtype != "bfloat16":
         reasons.append("steps were measured in bfloat16")
     if config.separate_documents or config.chat:

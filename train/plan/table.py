@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from rich.console import Console
 
 from collective_matmul import AttentionDecision
-from train.config.checks import check_planned_machine
+from models.families import parameters_of
+from models.parameters.adapters import Training
+from train.config.checks import check_planned_machine, warnings_of
 from train.config.config import Config, MeshConfig, MeshSizes
-from train.config.model_folder import model_name
+from train.config.model_folder import DEFAULT_PRESET, model_folder, model_name
 from train.memory.device_memory import GPUS, MARGIN, memory_limit
 from train.parallel.mesh import make_abstract_mesh
 from train.plan.candidates import (
@@ -22,6 +25,7 @@ from train.plan.candidates import (
     is_free,
     make_plan,
     planned_batch_size,
+    unfit_mesh,
 )
 from train.plan.rates import RATES
 from train.plan.run import attention_decision
@@ -50,6 +54,8 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
     Raises:
       ValueError: if nothing is known of the machine.
     """
+    _check_names_a_model(config, arguments)
+    _check_trains_some(config)
     machine, attention = machine_of(config)
     if reason := unpredicted_reason(config, machine.device_kind):
         raise ValueError(f"plan: {reason}; see what fits with --dry-run")
@@ -62,19 +68,13 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
     ]
     if is_free(config, "batch_size") and batch > config.batch_size:
         lines[0] += f" (--batch-size {config.batch_size}, rounded up to a multiple of the GPUs)"
-    _print(console, *lines, *_about_attention(config, attention))
+    _print(console, *lines, *_about_attention(config, attention), *warnings_of(config))
     best = plan.candidates[:_ROWS]
     if best:
         others = _in_8_bits(config, machine)
         _print(console, *_table(best, others))
-        if others or config.fp8 is not None:
-            _print(
-                console,
-                "rows in 8 bits, which --fp8 asks for, round the operands of matmuls;"
-                " docs/how_to/fp8.md says what that does to the loss. Their MFU is a share of the"
-                " peak in bfloat16 too",
-            )
-    _print(console, *_conclusion(plan, machine))
+        _print(console, *_about_8_bits(config, others))
+    _print(console, *_conclusion(config, plan, machine))
     if best:
         _print(console, *_commands(config, arguments, best, others))
         if config.data is None and config.tokenizer is None:
@@ -82,6 +82,28 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
         elif config.data is None:
             _print(console, "add --data: without, it trains on the Python manual")
     return bool(best)
+
+
+def _check_names_a_model(config: Config, arguments: Sequence[str]) -> None:
+    """Raises ValueError if no argument says which model the plan is for."""
+    if config.preset != DEFAULT_PRESET or model_folder(config) is not None:
+        return
+    named = {argument.partition("=")[0] for argument in arguments}
+    if not named & {"--preset", "--config"}:
+        raise ValueError(
+            "plan: expected a model; add --preset with a published one, such as --preset llama3-8b,"
+            " or --init-from with a Hugging Face folder; --preset debug is the small model that is"
+            " trained without either"
+        )
+
+
+def _check_trains_some(config: Config) -> None:
+    """Raises ValueError for names of parameters that the model has not, or if none is trained."""
+    names = [parameter.path for parameter in parameters_of(config.model)]
+    training = Training(config.lora, config.freeze)
+    training.check(names)
+    if config.lora.rank is None and not any(map(training.trains, names)):
+        raise ValueError(f"freeze={config.freeze!r}: matches all parameters; train some")
 
 
 def _about_attention(config: Config, decision: AttentionDecision) -> list[str]:
@@ -135,13 +157,34 @@ def _gpu_of(config: Config) -> str:
 
 
 def _in_8_bits(config: Config, machine: Machine) -> list[Candidate]:
-    """The fastest configurations in 8 bits, where none are asked for and GPUs have them."""
-    if config.fp8 is not None or RATES[machine.device_kind].fp8_speedup <= 1:
+    """The fastest configurations in 8 bits, where none are asked for and GPUs have them. Beside
+    adapters, the frozen weights are stored so."""
+    if _recipe(config) is not None or RATES[machine.device_kind].fp8_speedup <= 1:
         return []
+    lora = dataclasses.replace(config.lora, base_format="rowwise")
+    changes: list[dict[str, Any]] = [{"fp8": "tensorwise"}, {"fp8": "rowwise"}]
+    if config.lora.rank is not None:
+        changes = [{"lora": lora}]
     found: list[Candidate] = []
-    for recipe in ("tensorwise", "rowwise"):
-        found += make_plan(dataclasses.replace(config, fp8=recipe), machine).candidates
+    for change in changes:
+        found += make_plan(dataclasses.replace(config, **change), machine).candidates
     return sorted(found, key=lambda candidate: candidate.seconds)[:_ROWS_IN_8_BITS]
+
+
+def _about_8_bits(config: Config, others: Sequence[Candidate]) -> list[str]:
+    """A line that says what rows in 8 bits are, if there are any."""
+    if not others and _recipe(config) is None:
+        return []
+    flag = "--fp8" if config.lora.rank is None or config.fp8 else "--lora.base-format"
+    return [
+        f"rows in 8 bits, which {flag} asks for, round the operands of matmuls; docs/how_to/fp8.md"
+        " says what that does to the loss. Their MFU is a share of the peak in bfloat16 too"
+    ]
+
+
+def _recipe(config: Config) -> str | None:
+    """The format in 8 bits of operands, or of weights that are frozen; None if there is none."""
+    return config.fp8 or config.lora.base_format
 
 
 def _table(rows: Sequence[Candidate], in_8_bits: Sequence[Candidate]) -> list[str]:
@@ -154,7 +197,8 @@ def _table(rows: Sequence[Candidate], in_8_bits: Sequence[Candidate]) -> list[st
         config = row.config
         cells = [
             row.sizes, config.zero, config.remat, config.scan_layers or "-",
-            config.gradient_accumulation_steps, *[config.expert_axes] * experts, config.fp8 or "-",
+            config.gradient_accumulation_steps, *[config.expert_axes] * experts,
+            _recipe(config) or "-",
             milliseconds(row.seconds), f"{row.prediction.tokens_per_second:,.0f}",
             f"{row.prediction.mfu:.1%}", f"{row.memory.total / 1e9:.1f}",
         ]  # fmt: skip
@@ -179,7 +223,9 @@ def _commands(
     first = [*arguments, *_flags(best[0])]
     lines = [f"to run the first: {_trainer(*first)}"]
     if in_8_bits:
-        recipe = "--fp8", str(in_8_bits[0].config.fp8)
+        chosen = in_8_bits[0].config
+        flag = "--fp8" if chosen.lora.base_format is None else "--lora.base-format"
+        recipe = flag, str(_recipe(chosen))
         of_8_bits = _trainer(*arguments, *_flags(in_8_bits[0]), *recipe)
         lines.append(f"to run the first in 8 bits: {of_8_bits}")
     machine = [] if _is_here(config) else ["--device", _gpu_of(config)]
@@ -196,16 +242,18 @@ def _trainer(*arguments: str) -> str:
     return shlex.join(["python", "-m", "train", *arguments])
 
 
-def _conclusion(plan: Plan, machine: Machine) -> list[str]:
+def _conclusion(config: Config, plan: Plan, machine: Machine) -> list[str]:
     """Where the time of the best goes, and why the others do not fit, as lines."""
     lines = []
     if plan.candidates:
         best = plan.candidates[0]
         close = [each for each in plan.candidates[1:] if each.seconds < (1 + _ERROR) * best.seconds]
         if close:
+            others = "1 other mesh is" if len(close) == 1 else f"{len(close)} other meshes are"
             lines.append(
-                f"{len(close)} more within {_ERROR:.0%} of the first: predictions have been off by"
-                " as much, so measure those that matter"
+                f"{others} predicted to take less than {_ERROR:.0%} longer than the first row, and"
+                " predictions have been off by as much: one of these may be the fastest, so measure"
+                " them too if that matters"
             )
         parts = sorted(best.prediction.time.by_part.items(), key=lambda part: -part[1])
         spent = ", ".join(f"{name} {milliseconds(s)}" for name, s in parts if s >= 1e-4)
@@ -224,17 +272,19 @@ def _conclusion(plan: Plan, machine: Machine) -> list[str]:
             for reason, count in plan.refused.most_common(_REASONS)
         ]
     else:
-        lines.append(
-            f"no mesh has {machine.devices} devices: the axes that are given must divide that"
-            " number, and the model's heads; leave out --mesh.data, --mesh.fsdp, --mesh.tensor or"
-            " --mesh.context, or change --devices"
-        )
-    if refused and not plan.candidates:
-        lines.append(
-            "nothing fits: use more --devices, GPUs with more memory, shorter sequences"
-            " (--sequence-length), a smaller model, or --lora.rank 16, which trains adapters alone:"
-            " --dry-run says whether that fits"
-        )
+        lines.append(unfit_mesh(config, machine.devices))
+    if plan.is_too_large:
+        ways = [
+            "more --devices",
+            "GPUs with more memory",
+            "shorter sequences (--sequence-length)",
+            "a smaller model",
+        ]
+        if config.lora.rank is None and config.model.num_experts is None:
+            ways.append("--lora.rank 16, which trains adapters alone and can be planned too")
+        elif config.lora.rank is not None and config.lora.base_format is None:
+            ways.append("--lora.base-format rowwise, which keeps frozen weights in 8 bits")
+        lines.append(f"nothing fits: use {', '.join(ways[:-1])}, or {ways[-1]}")
     return lines
 
 

@@ -16,8 +16,10 @@ import jax
 import tyro
 from rich.console import Console
 
+from models.choices import CHOICES
 from models.simulated_devices import simulate_devices
 from train.checkpoint.checkpoint import SaveError
+from train.config.checks import warnings_of
 from train.config.config import Config, MeshSizes
 from train.config.config_file import config_text, read_config
 from train.config.context import describe_context
@@ -113,7 +115,7 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
             default = with_values(PRESETS[given.preset or "debug"](), defaults)
         else:
             default = read_config(given.config, given.preset, program, defaults)
-        return tyro.cli(Config, default=default, args=arguments, prog=program)
+        return tyro.cli(Config, default=default, args=arguments, prog=program, registry=CHOICES)
 
     config = read({})
     defaults = implied(config)
@@ -173,6 +175,7 @@ def announce(setup: Setup, console: Console) -> None:
         *describe_muon(config.optimizer, setup.model.abstract_params),
         describe_schedule(config.optimizer, config.steps),
         *describe_defaults(config),
+        *warnings_of(config),
     ):
         console.print(line, highlight=False, soft_wrap=True)
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collective_matmul import explain
-from train.config.checks import check
+from train.config.checks import check, warnings_of
 from train.config.config import Config, MeshSizes
 from train.config.context import describe_context
 from train.config.defaults import describe_defaults
@@ -69,6 +69,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
         *describe_loss_chunks(config, sizes),
         *describe_muon(config.optimizer, model.abstract_params),
         *describe_defaults(config),
+        *warnings_of(config),
     ):
         console.print(line, highlight=False, soft_wrap=True)
     mesh = make_abstract_mesh(sizes, None if gpu is None else gpu.device)

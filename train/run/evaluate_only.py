@@ -14,6 +14,7 @@ from rich.console import Console
 from models.parameters.adapters import LoraConfig, Training
 from train.checkpoint.base_weights import check_base, frozen_weights
 from train.checkpoint.initial_weights import InitialWeights, find_weights
+from train.config.checks import warnings_of
 from train.config.config import Config
 from train.log.log_file import LogFile, check_log_file
 from train.log.metrics import Evaluation
@@ -58,6 +59,8 @@ def evaluate_only(config: Config, console: Console) -> Evaluation:
         frozen = frozen_weights(base, model, mesh)
         check_base(saved, {FROZEN: frozen}, config.init_from)
         params |= frozen
+    for line in warnings_of(config):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(
         f"weights from {weights.path}, on {sizes}; held-out text: {held_out.description}",
         highlight=False,

@@ -9,7 +9,7 @@ import grain
 import numpy as np
 from rich.console import Console
 
-from models.checkpoint.saved_checkpoint import differences
+from models.checkpoint.saved_checkpoint import CONTEXT_LENGTH, differences
 from models.paths import expanded
 from train.checkpoint.base_weights import check_base, frozen_weights, load_base
 from train.checkpoint.new_state import init_state
@@ -62,7 +62,21 @@ def initial_state(
     changed = changed_settings(before, setup.configuration)
     if changed:
         print_line(f"changed since: {changed}")
+    for line in _about_batches(before, setup.configuration):
+        print_line(line)
     return state, restored.step
+
+
+def _about_batches(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """A warning of steps with another number of sequences than before, as lines to print."""
+    was, now = saved.get("batch_size"), current["batch_size"]
+    if was in (None, now):
+        return []
+    return [
+        f"warning: batch_size={now}: a step has {now} sequences from here on, and had {was} before."
+        " No sequence is left out or read twice, but --steps, the learning rate and its schedule"
+        f" were chosen for {was}; give --batch-size {was} to go on as before"
+    ]
 
 
 def _new_state(setup: Setup, console: Console) -> TrainState:
@@ -87,6 +101,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> st
         f"{name} was {was}, is {now}"
         for name, (was, now) in differences(saved, current).items()
         if name.partition(".")[0] not in _WITHOUT_INFLUENCE
+        and name != CONTEXT_LENGTH
         and not (name == "tokenizer" and _are_equal_files(was, now))
     )
 

@@ -15,12 +15,14 @@ from jax.sharding import Mesh
 
 from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.hugging_face.chat.template import read_variables
+from models.hugging_face.run_tokenizer import keep_tokenizer
 from models.hugging_face.writing import keep_origin
 from models.parameters.adapters import TARGETS, LoraConfig, Training
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.initial_weights import InitialWeights, find_weights
 from train.config.checks import check, check_optimizer
 from train.config.config import Config, MeshSizes
+from train.config.defaults import saved_configuration
 from train.config.model_folder import with_model_of
 from train.data.dataset import TextData, open_dataset
 from train.log.log_file import check_log_file
@@ -84,6 +86,7 @@ def prepare(config: Config) -> Setup:
     """
     with together():
         config, sizes, mesh = complete(config)
+        check_same_training(saved_configuration(config), config.to_json())
         if is_first():
             check_log_file(config.log_file, config.resume)
             check_trackers(config)
@@ -100,8 +103,8 @@ def prepare(config: Config) -> Setup:
         with together():
             saved = _saved_configuration(config, checkpoints)
             begins = checkpoints is not None and not saved  # Else its folder is there already.
-            if begins and config.init_from is not None and is_first():
-                keep_origin(config.init_from, str(config.checkpoint_dir))
+            if begins and is_first():
+                _keep_for_exports(config, str(config.checkpoint_dir))
             config = _with_schedule(config, saved)
     except ValueError:
         if checkpoints is not None:
@@ -122,6 +125,13 @@ def prepare(config: Config) -> Setup:
         wandb_run_id=(saved.get("wandb_run_id") or new_run_id()) if config.wandb else None,
         checkpoints=checkpoints,
     )
+
+
+def _keep_for_exports(config: Config, directory: str) -> None:
+    """Copies into a directory of checkpoints what an export needs beside the weights."""
+    if config.init_from is not None:
+        keep_origin(config.init_from, directory)
+    keep_tokenizer(config.tokenizer, directory)
 
 
 def complete(config: Config) -> tuple[Config, MeshSizes, Mesh]:
@@ -271,19 +281,34 @@ def training_of(saved: Mapping[str, Any]) -> Training:
 
 def check_same_training(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Compares what two configurations train, the saved one and the run's: what has adapters of
-    which rank, and what is frozen.
+    which rank, what is frozen, and whether the weights are named beside which it trains.
+
+    Args:
+      saved: of the checkpoint that the run resumes from; empty if it does not.
+      now: of the run.
 
     Raises:
       ValueError: they differ.
     """
+    if not saved:
+        return
     was, asked = (_trained(training_of(each)) for each in (saved, now))
     changed = {name: asked[name] for name in was if was[name] != asked[name]}
-    if not changed:
-        return
-    flags = ", ".join(
+    is_missing = training_of(saved).freezes and now["init_from"] is None
+    base = saved.get("init_from") if is_missing else None
+    resume = [
         f"without --{name}" if not was[name] else f"with --{name} {shlex.quote(str(was[name]))}"
         for name in changed
-    )
+    ]
+    resume += [] if base is None else [f"with --init-from {shlex.quote(base)}"]
+    if not resume:
+        return
+    flags = ", ".join(resume)
+    if not changed:
+        raise ValueError(
+            "init_from: expected the weights that the run began with, since the checkpoint has only"
+            f" what was trained beside them; resume {flags}, or where they are now"
+        )
     listed = ", ".join(f"{name}={value!r}" for name, value in changed.items())
     raise ValueError(
         f"{listed}: the checkpoint has the state of a run that trained other parameters; resume"
@@ -301,8 +326,8 @@ def _trained(training: Training) -> dict[str, Any]:
 
 
 def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: int) -> None:
-    """Checks that the newest checkpoint has the same model, kind of optimizer, trained parameters
-    and data, and fewer than `steps` steps.
+    """Checks that the newest checkpoint has the same model, kind of optimizer and data, and fewer
+    than `steps` steps.
 
     Raises:
       ValueError: if it has not.
@@ -310,7 +335,6 @@ def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: in
     checkpoints.check_same_model(now)
     saved = checkpoints.configuration()
     check_same_optimizer(saved, now)
-    check_same_training(saved, now)
     # The position in the data is a number of sequences, which is meaningless for other data.
     names = ("text", "sequence_length", "seed")
     changed = differences({n: saved.get(n) for n in names}, {n: now[n] for n in names})

@@ -178,7 +178,7 @@ def _missed(
     if fastest == chosen or reason is None or chosen not in measured.microseconds:
         return None
     share = measured.microseconds[fastest] / measured.microseconds[chosen]
-    return f"{fastest} would take {share:.0%} of the time, but {reason}"
+    return f"{fastest} would compute attention in {share:.0%} of the time of {chosen}, but {reason}"
 
 
 def _comparison(measured: Measured, order: Sequence[str]) -> str:

@@ -68,6 +68,15 @@ def test_a_resumed_run_keeps_its_level(tmp_path: Path):
     assert parsed(f"{resume} --mesh.fsdp 4 --zero 3").zero == 3
 
 
+def test_a_resumed_run_keeps_the_sequences_of_its_steps(tmp_path: Path):
+    resume = saved_run(tmp_path, parsed("--batch-size 4"))
+    assert parsed(resume).batch_size == 4
+    assert parsed(f"{resume} --batch-size 32").batch_size == 32
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"batch_size": 8}))
+    assert parsed(f"{resume} --config {file}").batch_size == 8
+
+
 def test_replicas_over_fsdp_are_reported_with_the_flag_that_shards_them():
     config, sizes = parsed("--mesh.fsdp 2 --zero 0"), MeshSizes(fsdp=2, tensor=2)
     (line,) = describe_zero(config, ModelFunctions(config, sizes), sizes)

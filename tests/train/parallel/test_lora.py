@@ -17,6 +17,9 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 
 from models.checkpoint.saved_checkpoint import find_checkpoint
+from models.hugging_face.writing import keep_origin
+from tests.models.hugging_face.folders import DATA
+from tests.train.config.test_defaults import saved_run
 from train.checkpoint.new_state import init_state
 from train.config.config import MeshSizes
 from train.log.log_file import read_log
@@ -113,6 +116,21 @@ def test_a_resume_that_trains_other_parameters_says_which_flags_to_give(
     with pytest.raises(SystemExit):
         main([*MODEL, *shlex.split(flags), *resume])
     assert sentence in capsys.readouterr().err
+
+
+def test_a_resume_names_the_weights_that_the_run_began_with(tmp_path: Path, capsys):
+    base = str(DATA / "llama3")
+    began = parse(["--init-from", base, "--lora.rank", "4"])
+    resume = shlex.split(saved_run(tmp_path, began))
+    keep_origin(base, tmp_path)
+    for flags, sentence in (
+        (["--lora.rank", "4"], f"init_from: expected the weights that the run began with, since the"
+         f" checkpoint has only what was trained beside them; resume with --init-from {base}, or"),
+        ([], f"resume with --lora.rank 4, with --init-from {base}, or begin a new run"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main([*resume, *flags, "--mesh.tensor", "1"])
+        assert sentence in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("scan", ["0", "1"])

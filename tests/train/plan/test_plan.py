@@ -19,15 +19,17 @@ import pytest
 
 from collective_matmul.jaxprs import scratch
 from collective_matmul.ops.attention import flash_attention
+from models.parameters.adapters import LoraConfig
 from train.config import defaults
 from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.presets import PRESETS
-from train.log.metrics import Record
+from train.log.metrics import Record, peak_flops
 from train.memory.device_memory import GPUS
 from train.memory.step_memory import memory_of
 from train.parallel.mesh import make_abstract_mesh, mesh_sizes
-from train.plan.candidates import Machine, Plan, make_plan
+from train.parallel.model import ModelFunctions
+from train.plan.candidates import Machine, Plan, check_sharded, make_plan
 from train.plan.memory_estimate import predict_memory
 from train.plan.mesh_choice import SAVED_SIZES, describe_faster_mesh, planned_mesh_sizes
 from train.plan.rates import RATES
@@ -370,7 +372,8 @@ def test_a_plan_needs_to_know_its_machine(capsys) -> None:
         ([], "add --devices"),
         (["--devices", "0"], "devices=0"),
         (["--devices", "2", "--plan-network", "0"], "plan_network=0"),
-        (["--devices", "2", "--lora.rank", "8"], "train all parameters"),
+        (["--devices", "2", "--freeze", "nothing.*"], "freeze='nothing.*': matches no parameter"),
+        (["--devices", "2", "--freeze", "*"], "freeze='*': matches all parameters"),
     ):
         with pytest.raises(SystemExit):
             main(["--plan", "--preset", "llama3-8b", "--device", "H100", *arguments])
@@ -461,7 +464,128 @@ def test_every_gpu_of_a_dry_run_has_rates() -> None:
     assert {gpu.device.device_kind for gpu in GPUS.values()} == RATES.keys()
 
 
-def test_an_axis_that_divides_nothing_is_named(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["--plan", *EIGHT, "--mesh.tensor", "3"])
-    assert "no mesh has 8 devices: the axes that are given must divide" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("devices", "flags", "sentence"),
+    [
+        (8, "--mesh.tensor 3", "num_heads=32 is not divisible by a tensor axis of 3 devices;"),
+        (6, "--mesh.tensor 3", "num_heads=32 is not divisible by a tensor axis of 3 devices;"),
+        (8, "--mesh.tensor 16", "mesh.data=1 × mesh.fsdp=1 × mesh.tensor=16 needs 16 devices and"),
+        (16, "--mesh.tensor 16", "mesh.tensor=16: expected a divisor of the 8 GPUs of a node"),
+        (8, "--mesh.data 3 --mesh.tensor 2", "mesh.tensor=2 has 6 of 8 devices; expected a mesh"),
+        (8, "--mesh.data -1", "mesh.data=-1: expected a number of devices, or 0 for what fits;"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_as_by_a_run(devices, flags, sentence, capsys) -> None:
+    model = shlex.split(f"--preset llama3-8b --device H100 --devices {devices}")
+    with pytest.raises(SystemExit, match=r"^1$"):
+        main(["--plan", *model, *flags.split()])
+    output = capsys.readouterr().out
+    assert sentence in output
+    assert "nothing fits" not in output  # More memory would not help.
+
+
+def test_a_plan_asks_for_a_model(capsys) -> None:
+    machine = ["--plan", "--device", "H100", "--devices", "2"]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(machine)
+    error = capsys.readouterr().err
+    assert "plan: expected a model; add --preset" in error and "--init-from" in error
+    main([*machine, "--preset", "debug"])
+    assert "plan: debug on 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("devices", "sentence"), [(2, "1 other mesh is predicted"), (8, "meshes are predicted")]
+)
+def test_it_says_what_is_as_fast_as_the_first(devices: int, sentence: str, capsys) -> None:
+    main(["--plan", "--preset", "llama3-8b", "--device", "H200", "--devices", str(devices)])
+    assert f"{sentence} to take less than 5% longer than the first row" in capsys.readouterr().out
+
+
+# The report lora-2-h100: preset, mesh, remat, backend, format of frozen weights, ms, GiB.
+WITH_ADAPTERS = {
+    "70B": ("llama3-70b", TENSOR, "full", "auto", "rowwise", 2087.0, 43.7),
+    "70B xla": ("llama3-70b", TENSOR, "full", "xla", "rowwise", 2244.6, 43.2),
+    "70B projections": ("llama3-70b", TENSOR, "projections", "auto", "rowwise", 1984.8, 59.7),
+    "70B attention": ("llama3-70b", TENSOR, "attention", "auto", "rowwise", 2078.1, 48.2),
+    "8B": ("llama3-8b", TENSOR, "none", "auto", None, 344.5, 34.4),
+    "8B xla": ("llama3-8b", TENSOR, "none", "xla", None, 381.6, 34.5),
+    "8B data": ("llama3-8b", MeshSizes(data=2), "none", "auto", None, 347.3, 48.5),
+    "8B rowwise": ("llama3-8b", TENSOR, "none", "auto", "rowwise", 281.6, 27.9),
+}
+
+
+@pytest.mark.parametrize("name", WITH_ADAPTERS)
+def test_predictions_with_adapters_are_near_what_was_measured(name: str) -> None:
+    preset, sizes, remat, overlap, stored, milliseconds, gib = WITH_ADAPTERS[name]
+    shape: dict[str, Any] = {"batch_size": 2, "sequence_length": 4096, "scan_layers": 1}
+    lora = LoraConfig(rank=16, base_format=stored)
+    run = config(preset, lora=lora, remat=remat, overlap=overlap, **shape)
+    predicted = predict(run, sizes, H100, attention="flash3")
+    assert 1e3 * predicted.time.total == pytest.approx(milliseconds, rel=0.065)
+    assert 0.96 <= predict_memory(run, sizes).total / 2**30 / gib <= 1.01
+
+
+ADAPTERS, IN_8_BITS = LoraConfig(rank=16), LoraConfig(rank=16, base_format="rowwise")
+# Sequences, mesh, settings, the most by which the plan may be too high.
+FROZEN: dict[str, tuple[int, MeshSizes, dict[str, Any], float]] = {
+    "adapters": (2, TENSOR, {"lora": ADAPTERS}, 1.05),
+    "scan": (2, TENSOR, {"lora": ADAPTERS, "scan_layers": 1}, 1.05),
+    "8 bits": (2, TENSOR, {"lora": IN_8_BITS, "remat": "dots"}, 1.05),
+    "ZeRO 1": (4, MeshSizes(fsdp=4), {"lora": ADAPTERS, "zero": 1}, 1.05),
+    # The table of the head is gathered beside the logits in the plan, and before in the dry run.
+    "ZeRO 3": (4, MeshSizes(fsdp=4), {"lora": ADAPTERS, "zero": 3}, 1.30),
+    "ZeRO 3, 8 bits": (4, MeshSizes(fsdp=2, tensor=2), {"lora": IN_8_BITS, "zero": 3}, 1.05),
+    "two layers": (2, TENSOR, {"lora": LoraConfig(rank=16, targets="q_proj,v_proj")}, 1.15),
+    "frozen by name": (2, TENSOR, {"freeze": "embedding,layers.attention.*"}, 1.05),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_memory_beside_frozen_weights_is_near_what_a_dry_run_traces(name: str) -> None:
+    sequences, sizes, changes, most = FROZEN[name]
+    run = config(layers=3, batch_size=sequences, sequence_length=4096, **changes)
+    check_sharded(run, sizes)
+    traced = memory_of(run, make_abstract_mesh(sizes, GPUS["H100"].device), local_devices=8)
+    estimate = predict_memory(run, sizes)
+    assert estimate.state == pytest.approx(traced.state, rel=0.002)
+    assert 0.95 <= estimate.total / traced.total <= most
+
+
+@pytest.mark.parametrize("changes", [{"lora": ADAPTERS}, {"freeze": "layers.attention.*"}])
+def test_mfu_counts_the_flops_of_what_is_trained(changes: dict[str, Any]) -> None:
+    run = config(layers=2, batch_size=1, sequence_length=4096, **changes)
+    predicted = predict(run, MeshSizes(), H100)
+    flops = ModelFunctions(run).flops_per_token(4096)
+    peak = peak_flops(H100)
+    assert peak is not None
+    assert predicted.mfu == pytest.approx(flops * predicted.tokens_per_second / peak, rel=1e-3)
+
+
+def test_adapters_are_planned(capsys) -> None:
+    """And what does not fit otherwise is advised with flags that a plan takes."""
+    large = shlex.split("--plan --preset llama3-70b --device H100 --devices 2 --batch-size 2")
+    advised = ["--lora.rank 16", "--lora.base-format rowwise"]
+    for advice in advised:
+        with pytest.raises(SystemExit, match=r"^1$"):
+            main(large)
+        assert advice in capsys.readouterr().out.splitlines()[-1]
+        large += advice.split()
+    main(large)
+    output = capsys.readouterr().out
+    [command] = re.findall("^to run the first: python -m train (.*)$", output, re.MULTILINE)
+    assert parse(shlex.split(command)).lora == IN_8_BITS
+    assert "rows in 8 bits, which --lora.base-format asks for" in output
+
+
+def test_adapters_have_rows_in_8_bits_and_a_mesh_that_gathers_what_is_frozen(capsys) -> None:
+    main(["--plan", *EIGHT, "--lora.rank", "16", "--batch-size", "8"])
+    output = capsys.readouterr().out
+    commands = dict(re.findall("^to (.*?): python -m train (.*)$", output, re.MULTILINE))
+    in_8_bits = parse(shlex.split(commands["run the first in 8 bits"]))
+    assert (in_8_bits.fp8, in_8_bits.lora.base_format) == (None, "rowwise")
+    plan = plan_of("llama3-8b", 8, layers=4, lora=ADAPTERS, zero=3, sequence_length=32_768)
+    assert plan.candidates
+    for candidate in plan.candidates:  # Matmuls gather over one axis.
+        assert candidate.sizes.context == 1
+    assert "zero" in plan.refused

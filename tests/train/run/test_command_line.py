@@ -102,6 +102,17 @@ def test_a_resumed_run_repeats_the_uninterrupted_run(capsys, tmp_path):
     assert curve()[-1][:2] == pytest.approx(whole[-1][:2], rel=1e-2)
 
 
+def test_a_resume_with_other_batches_says_what_that_changes(capsys, tmp_path):
+    saved = ["--checkpoint-dir", str(tmp_path), "--resume"]
+    printed(capsys, [*saved[:2], "--steps", "1"])
+    output = printed(capsys, [*saved, "--steps", "2"])
+    assert "batch_size=" not in output
+    output = printed(capsys, [*saved, "--steps", "3", "--batch-size", "8"])
+    (line,) = re.findall("^warning: batch_size=.*$", output, re.MULTILINE)
+    assert line.startswith("warning: batch_size=8: a step has 8 sequences from here on, and had 4")
+    assert line.endswith("give --batch-size 4 to go on as before")
+
+
 def test_print_config_is_the_whole_configuration(capsys):
     values = json.loads(printed(capsys, ["--print-config", "--preset", "llama3-8b"]))
     assert values["preset"] == "llama3-8b"
