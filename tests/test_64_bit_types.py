@@ -43,9 +43,9 @@ COVERING = (
     "tests/mosaic_gpu/hopper_matmul/test_lowering.py::test_ring[ring-matmul_reduce_scatter]",
 )
 GENERATED = "tests/models/generation/test_generation.py::test"
-#: What `.ci/run` adds: each kind of place in an array, counter of a loop and index of a gather once.
-#: Kernels have no 64-bit types, so tests that simulate these are left out. Refusals, counts of sites
-#: and bytes are of programs in which no integer is computed.
+#: What `.ci/run` adds: programs that compute places in arrays, counters of loops and indices of
+#: gathers. Kernels have no 64-bit types, so tests that simulate these are left out. All are tests
+#: that run by default: those marked exhaustive would be left out without a word.
 MORE = (
     *(f"tests/ops/matmul/test_{name}.py" for name in ("ops", "einsum", "control_flow")),
     *(

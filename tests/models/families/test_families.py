@@ -85,7 +85,8 @@ def batch() -> tuple[np.ndarray, ...]:
 
 # Each model by default with one of them. `few heads of keys` has biases too.
 REWRITTEN = ("biases", "padded and tied")
-# `gpt-oss` has sinks and windows, `padded and tied` a padded vocabulary; rotary positions have no weights.
+# `gpt-oss` has sinks and windows, `padded and tied` a padded vocabulary; rotary positions have no
+# weights.
 PARTS_OF_OTHERS = ("padded", "sinks", "window", "yarn")
 
 
