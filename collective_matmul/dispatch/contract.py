@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
 from collective_matmul.data import Record
+from collective_matmul.hardware import assumed_rates
 from collective_matmul.source_location import SourceLocation
 from collective_matmul.transport import Transport
 
@@ -118,9 +119,15 @@ class Request(Protocol):
         ...
 
     @property
+    def collectives(self) -> int:
+        """Collectives that it executes one after another; 0 on one device."""
+        return 1 if self.communicates else 0
+
+    @property
     def communication_seconds(self) -> float:
         """Predicted seconds of its collectives alone, with `hardware.assumed_rates`."""
-        ...
+        gpu = assumed_rates()
+        return self.collectives * gpu.collective_seconds + self.bytes_communicated / gpu.link_bytes
 
     @property
     def overlapped_seconds(self) -> float:
@@ -179,7 +186,11 @@ class Request(Protocol):
         """
         ...
 
-    # What `explain` shows. `str` of a request is for errors and progress: its op and shapes.
+    # What `explain` shows. `str` of a request is for errors and progress.
+
+    def __str__(self) -> str:
+        passed = "" if self.direction == "forward" else " (backward)"
+        return f"{self.op}{passed} {self.shapes}"
 
     @property
     def shapes(self) -> str:

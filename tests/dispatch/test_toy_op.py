@@ -77,7 +77,6 @@ class SoftmaxRequest(Request):
     order = property(lambda self: (*self.kind, *self.layer, self.rows))
     flat = property(lambda self: replace(self, axis_name=""))
     remarks = property(lambda self: ("all ones",) if self.layer[1] == 1 else ())
-    communication_seconds = property(lambda self: self.bytes_communicated / 3e11)
 
     @property
     def direction(self) -> Direction:
@@ -101,9 +100,6 @@ class SoftmaxRequest(Request):
         rows, k, n = self.sizes
         axis = f"{self.axis_name or 'devices'}={self.axis_size}"
         return f"{self.dtype} softmax [{rows},{k}]@[{k},{n}] over {axis}"
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.shapes}"
 
     def fields(self) -> dict[str, Any]:
         fields = {"op": NAME, "devices": self.axis_size, "dtype": self.dtype}

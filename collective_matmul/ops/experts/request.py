@@ -16,7 +16,6 @@ from collective_matmul.dispatch.contract import (
     size_above_zero,
 )
 from collective_matmul.dispatch.registry import Registry
-from collective_matmul.hardware import assumed_rates
 from collective_matmul.operands.arithmetic import accumulator
 from collective_matmul.operands.format import PLAIN, Format, HasFormat, format_of_fields
 from collective_matmul.source_location import SourceLocation
@@ -163,12 +162,11 @@ class ExpertRequest(HasFormat, Request):
         return (self.axis_size - 1) * each
 
     @property
-    def communication_seconds(self) -> float:
-        """Seconds of its collectives alone."""
-        gpu, collectives = assumed_rates(), 3 if self.direction == "forward" else 4
-        if self.axis_size == 1:
-            return 0.0
-        return collectives * gpu.collective_seconds + self.bytes_communicated / gpu.link_bytes
+    def collectives(self) -> int:
+        """One for each array of `bytes_communicated`."""
+        if not self.communicates:
+            return 0
+        return 3 if self.direction == "forward" else 4
 
     @property
     def overlapped_seconds(self) -> float:
@@ -266,7 +264,3 @@ class ExpertRequest(HasFormat, Request):
         """The dtypes that travel; "" for operands without a format."""
         del multiplied
         return "" if self.format == PLAIN else f"travels {' and '.join(self.communicated_dtypes)}"
-
-    def __str__(self) -> str:
-        passed = "" if self.direction == "forward" else " (backward)"
-        return f"{self.op}{passed} {self.shapes}"

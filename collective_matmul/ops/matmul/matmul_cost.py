@@ -29,11 +29,6 @@ def matmul_seconds(
     return gpu.kernel_seconds + max(waves, flops / gpu.sustained_flops, moved / gpu.operand_bytes)
 
 
-def communication_seconds(site: Site) -> float:
-    """Seconds of a site's collectives alone."""
-    return site.communication_seconds
-
-
 def multiplication_seconds(site: Site) -> float:
     """Seconds of all matmuls of a site, undivided."""
     return matmuls_seconds(site, site.product_rows) + weight_gradient_seconds(site)

@@ -19,7 +19,6 @@ from collective_matmul.dispatch.contract import (
     size_above_zero,
 )
 from collective_matmul.dispatch.registry import Registry
-from collective_matmul.hardware import assumed_rates
 from collective_matmul.operands.format import PLAIN, Format, HasFormat, format_of_fields
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul.equation import Equation
@@ -298,12 +297,10 @@ class Site(HasFormat, Request):
         return (self.axis_size - 1) * math.prod(rows) * row
 
     @property
-    def communication_seconds(self) -> float:
-        """Seconds of its collectives alone."""
-        gpu = assumed_rates()
+    def collectives(self) -> int:
+        """One for each array that travels."""
         collectives = (1 if self.co_gathered is None else 2) if self.axis_size > 1 else 0
-        collectives += self.weight_transfers * len(self.operands)
-        return collectives * gpu.collective_seconds + self.bytes_communicated / gpu.link_bytes
+        return collectives + self.weight_transfers * len(self.operands)
 
     @property
     def overlapped_seconds(self) -> float:

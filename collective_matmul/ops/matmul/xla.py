@@ -17,7 +17,7 @@ from collective_matmul.operands.chunked import Gathered
 from collective_matmul.operands.multiply import matmul, multiplied
 from collective_matmul.operands.sharded import whole
 from collective_matmul.ops.matmul.backend import MatmulBackend
-from collective_matmul.ops.matmul.matmul_cost import communication_seconds, multiplication_seconds
+from collective_matmul.ops.matmul.matmul_cost import multiplication_seconds
 from collective_matmul.ops.matmul.request import Site
 
 
@@ -127,5 +127,5 @@ class Xla(SequentialBackend):
 
 def xla_seconds(site: Site) -> float:
     """Predicted seconds; on Hopper GPUs if the device of the traced program is not known."""
-    on_device = multiplication_seconds(site) + communication_seconds(site)
+    on_device = multiplication_seconds(site) + site.communication_seconds
     return max(on_device, assumed_rates().host_seconds)

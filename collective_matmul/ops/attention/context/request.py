@@ -11,7 +11,6 @@ import numpy as np
 
 from collective_matmul.dispatch.contract import Direction, Request, size_above_zero
 from collective_matmul.dispatch.registry import Registry
-from collective_matmul.hardware import assumed_rates
 from collective_matmul.ops.attention.context.layout import LAYOUTS, Chunks, Layout
 from collective_matmul.ops.attention.request import AttentionRequest
 from collective_matmul.source_location import SourceLocation
@@ -159,12 +158,11 @@ class ContextRequest(Request):
         return (self.axis_size - 1) * (sent + self.bytes_of_ids)
 
     @property
-    def communication_seconds(self) -> float:
-        """Seconds of its collectives alone."""
-        if self.axis_size == 1:
-            return 0.0
-        gpu, collectives = assumed_rates(), 1 if self.direction == "forward" else 2
-        return collectives * gpu.collective_seconds + self.bytes_communicated / gpu.link_bytes
+    def collectives(self) -> int:
+        """Keys and values travel in one; their gradients come home in another."""
+        if not self.communicates:
+            return 0
+        return 1 if self.direction == "forward" else 2
 
     @property
     def overlapped_seconds(self) -> float:
@@ -270,7 +268,3 @@ class ContextRequest(Request):
         ]
         tokens = f"{np.dtype(self.dtype).name} {self.batch}×{self.tokens} tokens"
         return f"{', '.join(filter(None, (tokens, heads, *masks)))} over {axes}"
-
-    def __str__(self) -> str:
-        passed = "" if self.direction == "forward" else " (backward)"
-        return f"{self.op}{passed} {self.shapes}"

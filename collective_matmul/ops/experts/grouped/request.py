@@ -95,9 +95,9 @@ class GroupedRequest(HasFormat, Request):
         return 0
 
     @property
-    def communication_seconds(self) -> float:
+    def collectives(self) -> int:
         """0."""
-        return 0.0
+        return 0
 
     @property
     def flat(self) -> GroupedRequest:
