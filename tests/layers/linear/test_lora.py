@@ -243,7 +243,7 @@ def test_dropout_is_of_the_input_of_adapters_in_training(make_mesh: MeshFactory)
     with jax.set_mesh(mesh):
         first, second = nnx.jit(lambda layers, x: (layers(x), layers(x)))(layers, x)
         layers.eval()
-        after, expected = nnx.jit(lambda *models: [each(x) for each in models])(layers, without)
+        after, expected = nnx.jit(lambda one, other: (one(x), other(x)))(layers, without)
         np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-5)
     assert np.max(np.abs(first - second)) > 0.01
 
