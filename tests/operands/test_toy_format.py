@@ -135,7 +135,7 @@ def check(cases: Sequence[RowScaledCase], mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_ops_multiply_quantized_operands(
     make_mesh: MeshFactory, implementation: str, devices: int
 ) -> None:

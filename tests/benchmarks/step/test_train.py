@@ -23,7 +23,9 @@ from train.optimizer.state import with_weights
 @pytest.mark.parametrize(
     ("sequences", "zero", "names"),
     [
-        (1, 0, ("xla", "rewrite", "explicit", "rewrite_jit")),
+        pytest.param(
+            *(1, 0, ("xla", "rewrite", "explicit", "rewrite_jit")), marks=pytest.mark.exhaustive
+        ),
         (2, 3, ("xla", "auto", "rewrite_jit")),  # They shard weights in rows and in columns.
     ],
 )

@@ -85,8 +85,9 @@ def batch() -> tuple[np.ndarray, ...]:
 
 # Each model by default with one of them. `few heads of keys` has biases too.
 REWRITTEN = ("biases", "padded and tied")
-# `gpt-oss` has sinks and windows; rotary positions have no weights.
-PARTS_OF_OTHERS = ("sinks", "window", "yarn")
+# `gpt-oss` has sinks and windows, `padded and tied` a padded vocabulary; rotary positions have no
+# weights.
+PARTS_OF_OTHERS = ("padded", "sinks", "window", "yarn")
 
 
 @pytest.mark.parametrize(

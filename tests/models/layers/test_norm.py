@@ -31,7 +31,7 @@ def loss(beside: bool, scale: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sin(x + 3 * normed))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_norm_beside_its_stream_has_the_same_gradients(
     devices: int, make_mesh: MeshFactory
 ) -> None:

@@ -194,17 +194,25 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("faked")
-@pytest.mark.parametrize("queries", [128, 150])
 @pytest.mark.parametrize(
-    "options",
+    ("queries", "options"),
     [
-        {},
-        {"window": 9},
-        {"segments": True},
-        {"segments": True, "window": 9},
-        {"causal": False},
-        {"causal": False, "segments": True},
-        {"segments": True, "sinks": True},
+        # Each number of queries, and each of the others, by default.
+        pytest.param(
+            queries,
+            options,
+            marks=() if (queries == 128) == ("causal" in options) else pytest.mark.exhaustive,
+        )
+        for queries in (128, 150)
+        for options in (
+            {},
+            {"window": 9},
+            {"segments": True},
+            {"segments": True, "window": 9},
+            {"causal": False},
+            {"causal": False, "segments": True},
+            {"segments": True, "sinks": True},
+        )
     ],
     ids=str,
 )
@@ -241,8 +249,16 @@ def random_lengths(rng: np.random.Generator, sequence: int, kind: str) -> list[i
 
 
 @pytest.mark.usefixtures("faked")
-@pytest.mark.parametrize("largest_grid", [2**16 - 1, 512])
-@pytest.mark.parametrize("kinds", [("one", "mixed"), ("edges", "short")], ids=str)
+@pytest.mark.parametrize(
+    ("kinds", "largest_grid"),
+    [
+        (("one", "mixed"), 2**16 - 1),
+        (("edges", "short"), 512),
+        pytest.param(("one", "mixed"), 512, marks=pytest.mark.exhaustive),
+        pytest.param(("edges", "short"), 2**16 - 1, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_packs_hold_every_segment_once(
     kinds: tuple[str, str], largest_grid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

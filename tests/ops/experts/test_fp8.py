@@ -82,7 +82,8 @@ def pairs() -> list[Any]:
     """Cases that hold each pair of these settings."""
     factors: Any = {
         "fp8": tuple(RULES),
-        "devices": (1, 2, 3, 5, 8),
+        # `test_values.py` has other sizes of a ring, which knows nothing of formats.
+        "devices": (1, 3, 8),
         "implementation": tuple(BACKENDS),
         "grouped": [n for n in GROUPED_BACKENDS if n != "mosaic"],  # On GPUs: tests/gpu.
         "dtype": ("float32", "bfloat16", "float16"),

@@ -66,6 +66,7 @@ def test_a_fine_tuned_model_is_exported_and_a_run_is_resumed(capsys, tmp_path, m
     assert trained.stop_tokens == original.stop_tokens == (257, 259)
 
 
+@pytest.mark.exhaustive
 def test_a_model_with_experts_is_fine_tuned_alike_on_meshes_and_exported(tmp_path, monkeypatch):
     monkeypatch.setattr("models.command_line._simulate", lambda devices: None)
     of_meshes = []

@@ -164,6 +164,7 @@ def test_a_run_has_the_curve_of_one_device():
     assert_curve_of_one_device(case | {"scan_layers": 1, "loss_chunk": 6})
 
 
+@pytest.mark.exhaustive
 def test_sinks_and_layers_of_two_kinds_have_the_curve_of_one_device():
     assert_curve_of_one_device({"sizes": (1, 2, 2, 2), "kind": "text", "model": SINKS, "zero": 2})
 

@@ -294,9 +294,12 @@ def losses_of_one_device(tmp_path_factory) -> list[float]:
 @pytest.mark.parametrize(
     "flags",
     [
+        "--mesh.fsdp 2 --mesh.tensor 2 --mesh.data 1 --zero 3 --gradient-accumulation-steps 2",
         pytest.param("--mesh.data 4 --mesh.tensor 1", marks=pytest.mark.exhaustive),
-        "--mesh.data 1 --mesh.tensor 4 --gradient-accumulation-steps 4",
-        "--mesh.fsdp 2 --mesh.tensor 2 --mesh.data 1 --zero 3",
+        pytest.param(
+            "--mesh.data 1 --mesh.tensor 4 --gradient-accumulation-steps 4",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_the_loss_is_the_mean_over_all_answers(tmp_path, losses_of_one_device, flags):

@@ -76,11 +76,11 @@ BLOCKWISE = {"fp8": "blockwise", "zero": 3, "mesh": 2, "gradient_accumulation_st
 @pytest.mark.parametrize(
     "changes",
     [
-        {"overlap": "rewrite", "fp8": "rowwise", "fp8_layers": "*"},
         {"overlap": "rewrite-jit", "fp8": "rowwise", "zero": 3, "mesh": 2, "remat": "full"},
         *(
             pytest.param(case, marks=pytest.mark.exhaustive)
             for case in (
+                {"overlap": "rewrite", "fp8": "rowwise", "fp8_layers": "*"},
                 {"overlap": "rewrite-jit", "fp8": "blockwise", "scan_layers": 1},
                 BLOCKWISE | {"overlap": "rewrite"},
                 BLOCKWISE | {"overlap": "rewrite-jit", "fp8": "tensorwise"},
