@@ -106,28 +106,14 @@ class Explanation:
         ops = {line_of(decision): decision for decision in self.decisions}
         plain = {_line_of_plain(site): site for site in self.plain}
         runs = {line: self.runs.get(line, 0) for line in (*ops, *plain)}
-        known = [
-            (runs[line], each)
-            for line, each in ops.items()
-            if each.seconds and each.reference_seconds
-        ]
         totals = []
-        if ops:
-            totals.append(f"{sum(runs[line] for line in ops)} collective matmuls")
-        if known:
-            seconds = sum(n * (d.seconds or 0) for n, d in known) - self.merged.seconds
-            merged = self.merged_by_reference.seconds
-            reference = sum(n * (d.reference_seconds or 0) for n, d in known) - merged
-            totals[0] += (
-                f"; of {sum(n for n, _ in known)} the times are predicted: {seconds * 1e3:.2f} ms,"
-                f" {reference * 1e3:.2f} ms with {REFERENCE} ({_ratio(reference, seconds)})"
-            )
-            communication = sum(n * (d.communication_seconds or 0) for n, d in known) - merged
-            hidden = sum(n * d.hidden_seconds for n, d in known)
-            totals.append(
-                f"they communicate for {communication * 1e3:.2f} ms, of which {hidden * 1e3:.2f} ms"
-                f" ({hidden / max(communication, 1e-12):.0%}) are hidden under matmuls"
-            )
+        for differs in sorted({each.site.backends.reference_differs for each in ops.values()}):
+            alike = [
+                (runs[line], each)
+                for line, each in ops.items()
+                if each.site.backends.reference_differs == differs
+            ]
+            totals += self._totals_of(alike, differs)
         totals += self._advice_on_gathers()
         if (unmeasured := _unmeasured(self.decisions)) is not None:
             totals.append(unmeasured)
@@ -146,6 +132,40 @@ class Explanation:
         if self.peer_kernels.matters:
             totals.append(str(self.peer_kernels))
         return totals
+
+    def _totals_of(self, ops: Sequence[tuple[int, Decision]], differs: str) -> list[str]:
+        """Sentences about ops, each with how often it runs.
+
+        Args:
+          ops: those whose reference differs from other backends in the same way.
+          differs: that way, or "".
+        """
+        names = " and ".join(sorted({each.site.op for _, each in ops}))
+        total = f"{sum(n for n, _ in ops)} {names if differs else 'collective matmuls'}"
+        known = [(n, each) for n, each in ops if each.seconds and each.reference_seconds]
+        if not known:
+            return [total]
+        # Gathers that are merged are those of matmuls.
+        merged, merged_by_reference = (
+            (0.0, 0.0) if differs else (self.merged.seconds, self.merged_by_reference.seconds)
+        )
+        seconds = sum(n * (each.seconds or 0) for n, each in known) - merged
+        reference = sum(n * (each.reference_seconds or 0) for n, each in known)
+        reference -= merged_by_reference
+        total += (
+            f"; of {sum(n for n, _ in known)} the times are predicted: {seconds * 1e3:.2f} ms,"
+            f" {reference * 1e3:.2f} ms with {REFERENCE}{differs and f', which {differs}'}"
+            f" ({_ratio(reference, seconds)})"
+        )
+        communication = sum(n * (each.communication_seconds or 0) for n, each in known)
+        communication -= merged_by_reference
+        communicate = f"they communicate for {communication * 1e3:.2f} ms"
+        if differs:
+            return [total, communicate]
+        hidden = sum(n * each.hidden_seconds for n, each in known)
+        share = hidden / max(communication, 1e-12)
+        communicate += f", of which {hidden * 1e3:.2f} ms ({share:.0%}) are hidden under matmuls"
+        return [total, communicate]
 
     def _advice_on_gathers(self) -> list[str]:
         """Advice about ops that gather the same array, each for itself."""

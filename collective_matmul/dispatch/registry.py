@@ -22,6 +22,9 @@ class Registry(Backends):
         None if there is none.
       renamed: today's names by the names of earlier releases.
       argument: the name of the ops' argument that requests backends.
+      reference_differs: what the reference does otherwise than the other backends, such as "stores
+        all scores"; its time then does not say how much communication these hide. "" if it does the
+        same.
     """
 
     def __init__(
@@ -29,11 +32,13 @@ class Registry(Backends):
         substitute: str | None = None,
         renamed: Mapping[str, str] | None = None,
         argument: str = "implementation",
+        reference_differs: str = "",
     ):
         self._backends: dict[str, Backend] = {}
         self._substitute = substitute
         self._renamed = dict(renamed or {})
         self.argument = argument
+        self.reference_differs = reference_differs
 
     def register(self, backend: Backend) -> None:
         """Adds a backend, to be requested by its name, compared with the others, and tuned.

@@ -22,7 +22,7 @@ from collective_matmul.transport import (
 )
 
 #: The backends of the op; `collective_matmul.ops.attention.context.backends` fills it.
-BACKENDS = Registry(substitute="gather")
+BACKENDS = Registry(substitute="gather", reference_differs="stores all scores")
 
 #: The name of the op.
 OP = "context_attention"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import context_attention, explain
+from collective_matmul import context_attention, explain, matmul_reduce_scatter
 from tests.conftest import MeshFactory
+from tests.dispatch.sites import H200
 from tests.ops.attention.context.reference import AXIS, ContextCase
 
 QUERY, KEY = jnp.zeros((1, 4, 4, 8)), jnp.zeros((1, 4, 2, 8))
@@ -233,3 +236,32 @@ def test_explain_shows_both_passes(make_mesh: MeshFactory) -> None:
     text = str(explain(grad)(query))
     assert text.count("float32 2×4 tokens, 4/2 heads of 16, causal, zigzag over context=2") == 2
     assert "backward  context_attention  xla" in text
+
+
+def test_totals_of_attention_are_not_among_those_of_matmuls() -> None:
+    """The reference stores all scores: its time says nothing of what a backend hides."""
+
+    def block(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return context_attention(x, x, x, AXIS), matmul_reduce_scatter(w, w, AXIS)
+
+    mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+    x, w = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 16384, 8, 128), (8192, 8192))
+    )
+    rows = P(None, AXIS)
+    function = jax.shard_map(
+        block, mesh=mesh, in_specs=(rows, P()), out_specs=(rows, P(AXIS)), check_vma=False
+    )
+    explained = explain(function, peer_kernels=False)(x, w)
+    text = explained.table(200)
+    for op, decision in zip(
+        ("context_attention", "collective matmuls"), explained.decisions, strict=True
+    ):
+        total = re.search(rf"^1 {op}; of 1 the times are predicted: (\S+) ms, (\S+) ms", text, re.M)
+        assert total is not None, text
+        seconds = decision.seconds, decision.reference_seconds
+        assert [float(each) for each in total.groups()] == [
+            pytest.approx(1e3 * (each or 0), abs=5e-3) for each in seconds
+        ]
+    assert text.count("with xla, which stores all scores (") == 1
+    assert text.count("are hidden under matmuls") == 1
