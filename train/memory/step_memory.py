@@ -122,7 +122,7 @@ def advice(
             total = memory_of(changed, abstract, local_devices=local_devices).total
             if total <= limit:
                 flags = [*_mesh_flags(config, zero, sizes, larger), *flags]
-                return f"it fits with {' '.join(flags)}, which leaves {limit - total:,} bytes"
+                return f"it fits with {' '.join(flags)}, and then takes {total:,} bytes"
     if memory.state > limit:
         return _advice_about_state(config, sizes, memory, limit)
     more = f"more --mesh.tensor than {4 * sizes.tensor}"
