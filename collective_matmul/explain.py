@@ -106,14 +106,12 @@ class Explanation:
         ops = {line_of(decision): decision for decision in self.decisions}
         plain = {_line_of_plain(site): site for site in self.plain}
         runs = {line: self.runs.get(line, 0) for line in (*ops, *plain)}
+        alike: dict[str, list[tuple[int, Decision]]] = defaultdict(list)
+        for line, each in ops.items():
+            alike[each.site.backends.reference_differs].append((runs[line], each))
         totals = []
-        for differs in sorted({each.site.backends.reference_differs for each in ops.values()}):
-            alike = [
-                (runs[line], each)
-                for line, each in ops.items()
-                if each.site.backends.reference_differs == differs
-            ]
-            totals += self._totals_of(alike, differs)
+        for differs in sorted(alike):
+            totals += self._totals_of(alike[differs], differs)
         totals += self._advice_on_gathers()
         if (unmeasured := _unmeasured(self.decisions)) is not None:
             totals.append(unmeasured)
@@ -146,19 +144,17 @@ class Explanation:
         if not known:
             return [total]
         # Gathers that are merged are those of matmuls.
-        merged, merged_by_reference = (
-            (0.0, 0.0) if differs else (self.merged.seconds, self.merged_by_reference.seconds)
-        )
+        merged = 0.0 if differs else self.merged.seconds
+        by_reference = 0.0 if differs else self.merged_by_reference.seconds
         seconds = sum(n * (each.seconds or 0) for n, each in known) - merged
-        reference = sum(n * (each.reference_seconds or 0) for n, each in known)
-        reference -= merged_by_reference
+        reference = sum(n * (each.reference_seconds or 0) for n, each in known) - by_reference
         total += (
             f"; of {sum(n for n, _ in known)} the times are predicted: {seconds * 1e3:.2f} ms,"
             f" {reference * 1e3:.2f} ms with {REFERENCE}{differs and f', which {differs}'}"
             f" ({_ratio(reference, seconds)})"
         )
         communication = sum(n * (each.communication_seconds or 0) for n, each in known)
-        communication -= merged_by_reference
+        communication -= by_reference
         communicate = f"they communicate for {communication * 1e3:.2f} ms"
         if differs:
             return [total, communicate]
@@ -263,12 +259,11 @@ def explain(
 
     def explanation(*args: Any, **kwargs: Any) -> Explanation:
         traced = _traced(fun, args, kwargs, peer_kernels)
+        overlapped = traced.overlapped(peer_kernels)
         if isinstance(peer_kernels, bool):
             decision = PeerKernelDecision(peer_kernels, "requested")
-            overlapped = traced.overlapped(peer_kernels)
         else:
             decision = decide(traced.live.jaxpr, traced.counter)
-            overlapped = traced.overlapped(peer_kernels)
             after_overlap = decide(overlapped.program.jaxpr, traced.counter)
             if decision.withheld:
                 traced = _traced(fun, args, kwargs, _value(decision))

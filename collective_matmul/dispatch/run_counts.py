@@ -24,7 +24,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.dispatch.contract import Backend
 from collective_matmul.dispatch.recording import Decision
-from collective_matmul.jaxprs.bodies import CONTROL_FLOW, bodies_of, executes_jaxprs
+from collective_matmul.jaxprs.bodies import PROGRAMS, bodies_of, executes_jaxprs
 from collective_matmul.jaxprs.graph import is_pure
 from collective_matmul.jaxprs.walks import Holds
 from collective_matmul.peer_access import peer_kernels_undecided
@@ -38,7 +38,7 @@ _NUMBERS = re.compile(rf"{re.escape(_SCOPE)}(\d+)_(\d+)")
 def _is_work(equation: JaxprEqn) -> bool:
     """Whether an equation is what an op is for: a product, a kernel, or an effect on memory."""
     name = equation.primitive.name
-    is_kernel = name not in CONTROL_FLOW and name != "shard_map" and executes_jaxprs(equation)
+    is_kernel = name not in PROGRAMS and executes_jaxprs(equation)
     return name.startswith(_PRODUCTS) or is_kernel or not is_pure(equation)
 
 

@@ -23,6 +23,8 @@ CALLS = frozenset(
 CONTROL_FLOW = CALLS | {"scan", "while", "cond"}
 #: Others that execute one jaxpr with their operands. A shard_map executes it with parts of them.
 _LIKE_CALLS = CALLS | {"shard_map", "custom_vmap_call"}
+#: All that executes the equations of its jaxprs as they are. What else has jaxprs is a kernel.
+PROGRAMS = CONTROL_FLOW | _LIKE_CALLS
 
 
 class Body(NamedTuple):

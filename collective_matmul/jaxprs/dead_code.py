@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from collective_matmul.jaxprs.bodies import CONTROL_FLOW, bodies_of, opened, with_jaxprs
+from collective_matmul.jaxprs.bodies import PROGRAMS, bodies_of, opened, with_jaxprs
 from collective_matmul.jaxprs.walks import ByIdentity
 
 _BARRIER = "optimization_barrier"
@@ -75,8 +75,7 @@ def _rebuilt(program: Jaxpr, change: Callable[[list[JaxprEqn]], list[JaxprEqn]])
     made = ByIdentity[Jaxpr]()
 
     def inside(equation: JaxprEqn) -> JaxprEqn:
-        name = equation.primitive.name
-        if name not in CONTROL_FLOW and name != "shard_map":
+        if equation.primitive.name not in PROGRAMS:
             return equation
         return with_jaxprs(equation, [rebuilt_value(body.value) for body in bodies_of(equation)])
 

@@ -161,10 +161,9 @@ def _in_8_bits(config: Config, machine: Machine) -> list[Candidate]:
     adapters, the frozen weights are stored so."""
     if _recipe(config) is not None or RATES[machine.device_kind].fp8_speedup <= 1:
         return []
-    lora = dataclasses.replace(config.lora, base_format="rowwise")
     changes: list[dict[str, Any]] = [{"fp8": "tensorwise"}, {"fp8": "rowwise"}]
     if config.lora.rank is not None:
-        changes = [{"lora": lora}]
+        changes = [{"lora": dataclasses.replace(config.lora, base_format="rowwise")}]
     found: list[Candidate] = []
     for change in changes:
         found += make_plan(dataclasses.replace(config, **change), machine).candidates
@@ -173,18 +172,24 @@ def _in_8_bits(config: Config, machine: Machine) -> list[Candidate]:
 
 def _about_8_bits(config: Config, others: Sequence[Candidate]) -> list[str]:
     """A line that says what rows in 8 bits are, if there are any."""
-    if not others and _recipe(config) is None:
+    recipe = _recipe(others[0].config if others else config)
+    if recipe is None:
         return []
-    flag = "--fp8" if config.lora.rank is None or config.fp8 else "--lora.base-format"
+    flag, _ = recipe
     return [
         f"rows in 8 bits, which {flag} asks for, round the operands of matmuls; docs/how_to/fp8.md"
         " says what that does to the loss. Their MFU is a share of the peak in bfloat16 too"
     ]
 
 
-def _recipe(config: Config) -> str | None:
-    """The format in 8 bits of operands, or of weights that are frozen; None if there is none."""
-    return config.fp8 or config.lora.base_format
+def _recipe(config: Config) -> tuple[str, str] | None:
+    """The format in 8 bits of operands, or of weights that are frozen, after the flag that asks for
+    it; None if there is none."""
+    if config.fp8 is not None:
+        return "--fp8", config.fp8
+    if config.lora.base_format is not None:
+        return "--lora.base-format", config.lora.base_format
+    return None
 
 
 def _table(rows: Sequence[Candidate], in_8_bits: Sequence[Candidate]) -> list[str]:
@@ -194,11 +199,11 @@ def _table(rows: Sequence[Candidate], in_8_bits: Sequence[Candidate]) -> list[st
     right = ("step", "tokens/s/GPU", "MFU", "GB")
     lines: list[Sequence[str]] = [(*names, *right)]
     for row in (*rows, *in_8_bits):
-        config = row.config
+        config, recipe = row.config, _recipe(row.config)
         cells = [
             row.sizes, config.zero, config.remat, config.scan_layers or "-",
             config.gradient_accumulation_steps, *[config.expert_axes] * experts,
-            _recipe(config) or "-",
+            "-" if recipe is None else recipe[1],
             milliseconds(row.seconds), f"{row.prediction.tokens_per_second:,.0f}",
             f"{row.prediction.mfu:.1%}", f"{row.memory.total / 1e9:.1f}",
         ]  # fmt: skip
@@ -223,9 +228,7 @@ def _commands(
     first = [*arguments, *_flags(best[0])]
     lines = [f"to run the first: {_trainer(*first)}"]
     if in_8_bits:
-        chosen = in_8_bits[0].config
-        flag = "--fp8" if chosen.lora.base_format is None else "--lora.base-format"
-        recipe = flag, str(_recipe(chosen))
+        recipe = _recipe(in_8_bits[0].config) or ()
         of_8_bits = _trainer(*arguments, *_flags(in_8_bits[0]), *recipe)
         lines.append(f"to run the first in 8 bits: {of_8_bits}")
     machine = [] if _is_here(config) else ["--device", _gpu_of(config)]
