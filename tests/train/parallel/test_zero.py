@@ -308,7 +308,8 @@ def test_memory_and_advice_are_for_the_devices_of_a_process():
     assert found == blocks
     assert found.total > memory_of(config, mesh).total
     # It fits as it is.
-    assert "leaves 0 bytes" in advice(config, mesh, found, found.total, local_devices=8)
+    told = advice(config, mesh, found, found.total, local_devices=8)
+    assert told.endswith(f"takes {found.total:,} bytes")
 
 
 def test_unknown_levels_are_refused():
