@@ -19,7 +19,7 @@ from rich.console import Console
 from models.choices import CHOICES
 from models.simulated_devices import simulate_devices
 from train.checkpoint.checkpoint import SaveError
-from train.config.checks import warnings_of
+from train.config.checks import check_adapters, warnings_of
 from train.config.config import Config, MeshSizes
 from train.config.config_file import config_text, read_config
 from train.config.context import describe_context
@@ -99,7 +99,8 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     Flags and values of earlier releases are accepted, with a warning on stderr.
 
     Raises:
-      ValueError: for an unknown preset, or a file that is not a configuration.
+      ValueError: for an unknown preset, a file that is not a configuration, or settings of adapters
+        without their rank.
       SystemExit: after printing help, or an error in the arguments.
     """
     arguments = current_arguments(arguments)
@@ -118,8 +119,18 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
         return tyro.cli(Config, default=default, args=arguments, prog=program, registry=CHOICES)
 
     config = read({})
+    check_adapters(config.lora, _fields_given(arguments, "lora"))
     defaults = implied(config)
     return read(defaults) if defaults else config
+
+
+def _fields_given(arguments: Sequence[str], group: str) -> set[str]:
+    """The fields of a group that arguments set; a switch by the name that it has in the group."""
+    names = (argument.partition("=")[0].replace("-", "_") for argument in arguments)
+    start = f"__{group}."
+    return {
+        name.removeprefix(start).removeprefix("no_") for name in names if name.startswith(start)
+    }
 
 
 @contextlib.contextmanager

@@ -268,6 +268,12 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--fp8 tensorwise --overlap rewrite", "would not be those of this recipe; choose"),
         ("--fp8 rowwise --fp8-layers mlp", "'mlp' matches none of the layers layers.att"),
         ("--fp8-layers head", "fp8_layers='head': expected fp8 too; add --fp8, such"),
+        ("--lora.alpha 32", "lora.alpha=32.0: expected lora.rank too; add --lora.rank, such as"),
+        # Who sets a default means adapters all the same.
+        ("--lora.alpha 16", "lora.alpha=16.0: expected lora.rank too; add --lora.rank, such as"),
+        ("--lora.targets=all-linear --plan", "lora.targets='all-linear': expected lora.rank too"),
+        ("--lora.no-rslora --dry-run", "lora.rslora=False: expected lora.rank too; add"),
+        ("--lora.base_format None", "lora.base_format=None: expected lora.rank too; add"),
         ("--sequence-length 1000000", "fewer"),
     ],
 )  # fmt: skip
