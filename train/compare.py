@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from models.simulated_devices import simulate_devices
-from train.config.config import Config
+from train.config.config import SIMULATED_DEVICES, Config
 from train.log.metrics import Record
 from train.memory.device_memory import set_memory_fraction
 from train.run.command_line import announce, parse, refusing
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
                     f"{field}={' and '.join(map(str, dict.fromkeys(values)))}: expected the same in"
                     " all variants"
                 )
-        simulate_devices("cpu_devices", configs["a"].cpu_devices)
+        simulate_devices("cpu_devices", configs["a"].cpu_devices, SIMULATED_DEVICES)
         curves = {}
         for name, config in configs.items():
             console.rule(f"{name}: {' '.join(changes[name])}")

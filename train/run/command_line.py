@@ -20,7 +20,7 @@ from models.choices import CHOICES
 from models.simulated_devices import simulate_devices
 from train.checkpoint.checkpoint import SaveError
 from train.config.checks import check_adapters, warnings_of
-from train.config.config import Config, MeshSizes
+from train.config.config import SIMULATED_DEVICES, Config, MeshSizes
 from train.config.config_file import config_text, read_config
 from train.config.context import describe_context
 from train.config.defaults import describe_defaults, implied, with_values
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
         set_memory_fraction()
         # JAX's attention and optax mix dtypes, which the environment may forbid.
         jax.config.update("jax_numpy_dtype_promotion", "standard")
-        simulate_devices("cpu_devices", config.cpu_devices)
+        simulate_devices("cpu_devices", config.cpu_devices, SIMULATED_DEVICES)
         if config.plan:
             plain = _without(arguments, *CHOSEN)
             _exit_unless(print_plan(with_model_of(config), plain, Console()))
