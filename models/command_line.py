@@ -15,11 +15,13 @@ import jax
 import tyro
 from rich.console import Console
 
+from collective_matmul import UnsupportedSiteError
 from models.choices import CHOICES
 from models.config import LlamaConfig, config_from_json
 from models.parameters.adapters import LoraConfig
 from models.paths import expanded
 from models.simulated_devices import simulate_devices
+from models.unsupported_names import sentence_about
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 _SMALLEST_SHARD = 1e-6
@@ -136,7 +138,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """Describes an error; one of the operating system's with the file first."""
+    """Describes an error; one of the operating system's with the file first, and one about a
+    backend with its flag."""
+    if isinstance(error, UnsupportedSiteError):
+        return sentence_about(error, "implementation", ",".join(error.requested), "leave it out")
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}; give a path that can be read or written"
     return str(error)

@@ -22,6 +22,7 @@ from train.memory.device_memory import set_memory_fraction
 from train.run.command_line import announce, parse, refusing
 from train.run.loop import train
 from train.run.setup import prepare
+from train.run.unsupported_flags import naming_flags
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str]) -> None:
         curves = {}
         for name, config in configs.items():
             console.rule(f"{name}: {' '.join(changes[name])}")
-            curves[name] = _curve(name, config, console, variants.verbose)
+            with naming_flags(config):
+                curves[name] = _curve(name, config, console, variants.verbose)
     first = curves.pop("a")
     for name, curve in curves.items():
         console.rule("comparison" if len(curves) == 1 else f"comparison of a and {name}")

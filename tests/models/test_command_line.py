@@ -181,6 +181,12 @@ def test_words_of_sentence_piece_keep_their_space_and_bytes_are_printed_once(
         ),
         (["--prompt", "x", "--devices.tensor", "-1"], "the number of devices here, or 0"),
         (["--prompt", "x", "--implementation", "rings"], "rings"),
+        (
+            ["--prompt", "x", "--implementation", "fused", "--devices.tensor", "2"],
+            "implementation='fused': fused is not possible: these kernels run on Hopper GPUs only;"
+            " in all_gather_matmul; give --implementation fused,xla to use the first that can, or"
+            " leave it out",
+        ),
     ],
 )
 def test_bad_input_is_a_sentence(commands, capsys, folder, arguments, sentence):
