@@ -184,7 +184,7 @@ class Explanation:
         sites = count(lambda site: site.replaced and not site.kept)
         kept = count(lambda site: site.kept)
         alone = count(lambda site: not site.replaced)
-        listed = "" if self.verbose else " (verbose lists them)"
+        listed = "" if self.verbose else " (verbose=True lists them)"
         parts = {
             f"{sites} site{'s' * (sites > 1)}; pass the function to overlap to replace"
             f" {'them' if sites > 1 else 'it'}": sites,

@@ -94,8 +94,13 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
             kind = f"layer {number} of {config.model.layer_period}"
             which = "each layer" if config.model.layer_period == 1 else kind
             window = config.model.window_of(number)
-            line = f"attention of {which}{alone}: {attention_of(config, sizes, mesh, window)}"
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+            decision = attention_of(config, sizes, mesh, window)
+            shown = dataclasses.replace(decision, missed=None)
+            found = [f"attention of {which}{alone}: {shown}"]
+            # Of GPUs here, a warning has told it.
+            found += [decision.missed] if decision.missed and gpu is not None else []
+            for line in dict.fromkeys(found):
+                console.print(line, highlight=False, soft_wrap=True, markup=False)
     step = sharded_step(config, model, optimizer, mesh)
     where = "here" if gpu is None else f"on {gpu.device.device_kind}"
     lines = [f"one step {where}, with the number of times that each op runs:"]
@@ -104,7 +109,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     if config.distributed.tensor_across_processes:
         lines.insert(0, _ONE_PROCESS)
     explained = explain(step, verbose=config.verbose)
-    lines.append(str(explained(state, abstract_batch(config))))
+    text = str(explained(state, abstract_batch(config)))
+    lines.append(text.replace("(verbose=True lists", "(--verbose lists"))
     with contextlib.suppress(ValueError):  # The next line says why nothing is predicted.
         kernel = attention_kernel(config, sizes, mesh)
         lines += describe_faster_mesh(config, sizes, device_kind_of(config), kernel)

@@ -202,7 +202,7 @@ def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
     assert "10 collective matmuls; of 10 the times are predicted" in output
     # The sum of the times is not that of a step, since layers share what is traced once.
     assert "are hidden under matmuls" in output
-    assert re.search(r": \d+ left alone \(verbose lists them\)", output)
+    assert re.search(r": \d+ left alone \(--verbose lists them\)", output)
     assert " in embed\n" not in output
     output = printed(capsys, [*shlex.split(arguments), "--verbose"])
     assert re.search(r" left alone\n +\S+ in \S*embed\n", output)
