@@ -15,8 +15,8 @@ from models.families import parameters_of
 from models.parameters.adapters import Training
 from train.config.checks import check_planned_machine, warnings_of
 from train.config.config import Config, MeshConfig, MeshSizes
+from train.config.counts import counted
 from train.config.model_folder import DEFAULT_PRESET, model_folder, model_name
-from train.log.counts import counted
 from train.memory.device_memory import GPUS, MARGIN, memory_limit
 from train.parallel.mesh import make_abstract_mesh
 from train.plan.candidates import (

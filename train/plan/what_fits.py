@@ -32,7 +32,9 @@ def ways_to_fit(config: Config, machine: Machine) -> list[str]:
         _more_devices(config, machine),
         _larger_devices(config, machine),
     )
-    found = (next((flags for flags, *run in way if fits(*run)), None) for way in ways)
+    found = (
+        next((flags for flags, changed, gpus in way if fits(changed, gpus)), None) for way in ways
+    )
     return [flags for flags in found if flags is not None]
 
 
