@@ -235,7 +235,7 @@ class _InsideCalls:
 
 
 def _place_key(equation: JaxprEqn) -> tuple:
-    """What a collective keeps when calls around it are inlined; the program keeps its object."""
+    """A key that a collective keeps when calls beside it are inlined."""
     return id(equation.source_info), equation.primitive
 
 
