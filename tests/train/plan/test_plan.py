@@ -178,10 +178,7 @@ def test_memory_is_near_what_a_dry_run_traces(name: str) -> None:
     traced = memory_of(run, make_abstract_mesh(sizes, GPUS["H100"].device), local_devices=8)
     estimate = predict_memory(run, sizes)
     assert estimate.state == pytest.approx(traced.state, rel=0.002)
-    # Barriers of jax 0.10 bind values of one type alone. Over a context axis these are not the
-    # gradients of blocks, which the dry run then has whole at the end.
-    is_bound = sizes.context == 1 or jax.__version_info__ >= (0, 11)
-    assert (0.95 if is_bound else 0.91) <= estimate.total / traced.total <= 1.10
+    assert 0.95 <= estimate.total / traced.total <= 1.10
 
 
 @pytest.mark.parametrize("sizes", [TENSOR, MeshSizes(context=2)], ids=["tensor", "context"])
