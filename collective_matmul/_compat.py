@@ -20,7 +20,7 @@ from jax import lax
 
 # 0.10.2 to 0.12: no public names. Outside all transformations, the state is clean.
 from jax._src.core import ShardingTypeError as ShardingTypeError
-from jax._src.core import trace_state_clean
+from jax._src.core import trace_ctx, trace_state_clean
 
 # 0.10.2 to 0.12: `jax.nn.dot_product_attention` does not take offsets of packed sequences.
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -77,6 +77,11 @@ def calls_run_programs() -> bool:
     """
     config: Any = jax.config
     return trace_state_clean() and not config.jax_disable_jit
+
+
+def differentiates() -> bool:
+    """Whether JAX differentiates what is called here, outside of other traces."""
+    return type(trace_ctx.trace).__name__ in ("JVPTrace", "LinearizeTrace")
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:

@@ -169,10 +169,11 @@ class Explanation:
         if not number:
             return []
         those = "1 op gathers an array" if number == 1 else f"{number} ops gather arrays"
+        are_timed = any(each.seconds for each in self.decisions)
         return [
-            f"{those} that another op gathers too. {REFERENCE} gathers an array once for all, and"
-            " the totals count that. One call of the op with all weights, or layers.Shared for the"
-            " layers, does so with each backend"
+            f"{those} that another op gathers too. {REFERENCE} gathers an array once for"
+            f" all{', and the totals count that' if are_timed else ''}. One call of the op with all"
+            " weights, or layers.Shared for the layers, does so with each backend"
         ]
 
     def _total_of_plain(self, plain: Mapping[Line, FoundSite], runs: Mapping[Line, int]) -> str:
@@ -184,7 +185,7 @@ class Explanation:
         sites = count(lambda site: site.replaced and not site.kept)
         kept = count(lambda site: site.kept)
         alone = count(lambda site: not site.replaced)
-        listed = "" if self.verbose else " (verbose lists them)"
+        listed = "" if self.verbose else " (verbose=True lists them)"
         parts = {
             f"{sites} site{'s' * (sites > 1)}; pass the function to overlap to replace"
             f" {'them' if sites > 1 else 'it'}": sites,
@@ -215,7 +216,8 @@ def explain(
     that backend and of xla (including the matmul of a weight gradient in a backward pass), the gain
     over xla, and the reason.
 
-    The shapes begin with the dtype in which arrays travel and are multiplied. If the program asks
+    The shapes begin with the dtype in which arrays travel and are multiplied. "gathered kept" says
+    that the op returns the gathered array too, as a gradient needs it. If the program asks
     for 8 bits, a column names those of each op: of what travels, of both operands of its matmuls,
     and of those of a weight gradient. If an op keeps its dtype all the same, the last column says
     why.

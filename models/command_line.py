@@ -201,21 +201,45 @@ def run_export(command: Export) -> None:
         options: Any = {"origin": origin, "dtype": command.dtype, "max_shard_bytes": limit}
         write(command.directory, config, params, **options)
     print(f"{command.directory}: {saved.path}")
+    _print_next_steps(command.directory, chat=saved.configuration().get("chat", False))
 
 
 def _export_adapter(command: Export, saved: Any, config: LlamaConfig, lora: LoraConfig) -> None:
     """Writes the adapters of a checkpoint, which has no others of the model's parameters."""
-    from models.hugging_face import export_adapter
+    from models.hugging_face import ModelFolder, export_adapter
+    from models.hugging_face.files import real_path
 
     if command.adapter is not None:
         raise ValueError(
             f"adapter={command.adapter!r}: {saved.path} has adapters and not the weights to merge"
             " them into; export it without --adapter, and then its base with that folder"
         )
-    base, restore = saved.configuration().get("init_from"), saved.restore_params
+    base: str | None = saved.configuration().get("init_from")
+    restore = saved.restore_params
     options: Any = {"base_model": base, "dtype": command.dtype}
     export_adapter(command.directory, config, lora, restore, **options)
     print(f"{command.directory}: adapters of {saved.path}")
+    base = base if base is not None and ModelFolder.is_one(real_path(base)) else "BASE"
+    _print_next_steps(command.directory, base, chat=saved.configuration().get("chat", False))
+
+
+def _print_next_steps(folder: str, base: str | None = None, *, chat: bool) -> None:
+    """Prints what can be done with an exported folder.
+
+    Args:
+      folder: the model's, or of adapters.
+      base: the folder of the weights beside which adapters were trained; None: it has a model.
+      chat: the model was trained on conversations.
+    """
+    adapter = [] if base is None else ["--adapter", folder]
+    command = ["python", "-m", "models", "generate", base or folder, *adapter]
+    command += [*["--chat"] * chat, "--prompt", "TEXT"]
+    if base is not None or (expanded(folder) / "tokenizer.json").is_file():
+        print(f"to answer prompts: {shlex.join(command)}")
+    load = f"transformers.AutoModelForCausalLM.from_pretrained({base or folder!r})"
+    if base is not None:
+        load = f"peft.PeftModel.from_pretrained({load}, {folder!r})"
+    print(f"to load in PyTorch: {load}")
 
 
 def run_generate(command: Generate) -> None:

@@ -269,8 +269,8 @@ class LlamaConfig:
                 nearest = sorted(sorted(axes, key=lambda n: abs(n - size))[:2])
                 raise ValueError(
                     f"{name}={value} is not divisible by a tensor axis of {size} devices; nearest"
-                    f" {name} that work: {' and '.join(map(str, values))}; nearest axes that work"
-                    f" for this model: {' and '.join(map(str, nearest))}"
+                    f" axes that work for this model: {' and '.join(map(str, nearest))}; nearest"
+                    f" {name} that work: {' and '.join(map(str, values))}"
                 )
 
 

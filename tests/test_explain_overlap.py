@@ -45,7 +45,7 @@ def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> N
     # What is left alone is a number, unless a list is asked for.
     (_, *lines, total_alone) = replace(explanation, verbose=False).table(WIDE).splitlines()
     assert [re.split(r"  +", line) for line in lines] == [gather, scatter]
-    assert total_alone == f"{total} alone (verbose lists them)"
+    assert total_alone == f"{total} alone (verbose=True lists them)"
 
 
 def test_a_program_without_sites_has_a_total_alone(make_mesh: MeshFactory) -> None:
@@ -53,7 +53,7 @@ def test_a_program_without_sites_has_a_total_alone(make_mesh: MeshFactory) -> No
         lambda x: lax.psum(x, AXIS), mesh=make_mesh({AXIS: 2}), in_specs=P(AXIS), out_specs=P()
     )
     total = "1 plain gathers and sums: 1 left alone"
-    assert str(explain(sums)(jnp.ones(4))) == f"{total} (verbose lists them)"
+    assert str(explain(sums)(jnp.ones(4))) == f"{total} (verbose=True lists them)"
     *_, last = str(explain(sums, verbose=True)(jnp.ones(4))).splitlines()
     assert last == total
 

@@ -13,7 +13,12 @@ from typing import Any, Literal, overload
 
 import jax
 
-from collective_matmul._compat import ShardingTypeError, calls_run_programs, knowing_devices_of
+from collective_matmul._compat import (
+    ShardingTypeError,
+    calls_run_programs,
+    differentiates,
+    knowing_devices_of,
+)
 from collective_matmul.agreement import check_same, check_same_order, is_alone
 from collective_matmul.dispatch.recording import Decision, record, record_decisions
 from collective_matmul.jit.communication_order import communication_order
@@ -76,7 +81,7 @@ def overlap_jit(
     Compiler options apply to a whole program, so use it for the outermost function only, and
     differentiate and overlap inside it: ``overlap_jit(jax.grad(overlap(loss)))``. A call inside a
     function that JAX traces is refused. So is ``jax.grad(overlap_jit(loss))`` before jax 0.12;
-    since 0.12 it compiles two programs, and is refused only inside `jax.jit`.
+    since 0.12 it compiles two programs, with a warning, and is refused only inside `jax.jit`.
 
     Flax nnx modules, optimizers, metrics, random bits and other nnx objects, anywhere among the
     arguments, are treated as by `nnx.jit`: what the function changes in them is changed after the
@@ -306,7 +311,14 @@ class OverlapJit:
             # Where JAX traces another function, nothing here launches the programs in order. Where
             # nothing is compiled, there are no compiler options.
             if not self._decides or not calls_run_programs():
-                return self._run(self._default, args, kwargs)
+                result = self._run(self._default, args, kwargs)
+                if differentiates():
+                    warn_once(
+                        f"{self._name}: JAX differentiates what overlap_jit returned, so forward"
+                        " and backward are two programs, without kernels that address peers;"
+                        " differentiate inside: overlap_jit(jax.grad(f))"
+                    )
+                return result
             variant = self._current
             if len(self._by_shapes) > 1:  # Else both are not in use.
                 variant = self._by_shapes.setdefault(_shapes((args, kwargs)), variant)

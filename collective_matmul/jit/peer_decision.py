@@ -195,5 +195,6 @@ def _work_of_the_compiler(program: Jaxpr, axis_sizes: Mapping[str, int]) -> str 
     names = ", ".join(f"{name!r} of size {axis_sizes[name]}" for name in axes)
     return (
         f"the compiler divides {described(equation)} over axis {names}, and may add collectives"
-        " that the program does not show"
+        " that the program does not show; where it adds few, peer_kernels=True may be faster:"
+        " measure both"
     )

@@ -187,9 +187,15 @@ def current_context(
       further_axes: further mesh axes that the layer works over.
 
     Raises:
+      TypeError: if `mesh` is something else.
       ValueError: if there is no mesh, it has no such axis, or a `shard_map` is over some of the
         axes only.
     """
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"mesh={shown(mesh)}: expected a jax.sharding.Mesh, as jax.make_mesh((8,),"
+            f' ("{axis_name}",)) makes, an AbstractMesh, or None for that of jax.set_mesh'
+        )
     around = jax.sharding.get_abstract_mesh()
     axes = (axis_name, *further_axes)
     if all(axis in around.manual_axes for axis in axes):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
+import inspect
 import math
 import os
 import subprocess
@@ -84,11 +86,13 @@ def tune(
       The table at `path`, including its earlier entries.
 
     Raises:
-      ValueError: for unknown names, a function without collective matmuls, arguments without a
-        function, fewer devices than a site has, devices of different kinds, a table at `path` for
-        another kind, sites of other than all devices of several processes, numbers that do not
-        allow a measurement, a folder that cannot be written, or devices that are no GPUs while
-        neither `path` nor the environment names a place for their table.
+      TypeError: for arguments that the function does not take.
+      ValueError: for a target of another kind, unknown names, a function without collective
+        matmuls, arguments without a function, fewer devices than a site has, devices of different
+        kinds, a table at `path` for another kind, sites of other than all devices of several
+        processes, numbers that do not allow a measurement, a folder that cannot be written, or
+        devices that are no GPUs while neither `path` nor the environment names a place for their
+        table.
       OSError: if the table cannot be written after all.
     """
     if not limit_seconds > 0:
@@ -129,9 +133,40 @@ def estimated_seconds(sites: Collection[Request]) -> float:
 def _sites(target: Callable | Iterable[Request], args: tuple) -> list[Request]:
     if args and not callable(target):
         raise ValueError(f"args: {len(args)} beside sites; expected none, leave them out")
-    found = _sites_in(target, args) if callable(target) else target
+    found = _sites_in(target, args) if callable(target) else _checked(target)
     distinct = dict.fromkeys(site.flat for site in found)
     return [site for site in distinct if site.communicates and site.flops > 0]
+
+
+def _checked(sites: Any) -> list[Request]:
+    """The sites of an iterable of nothing else."""
+    fix = (
+        "expected a function, with its arguments after it, or sites such as"
+        " [each.site for each in explain(f)(*args).decisions]"
+    )
+    if not isinstance(sites, Iterable):
+        raise ValueError(f"target: a {type(sites).__name__}; {fix}")
+    found = list(sites)
+    for each in found:
+        if callable(each):
+            raise ValueError(f"target: has the function {each!r}; {fix}; tune functions one by one")
+        if not hasattr(each, "flat"):  # As each `Request` has.
+            raise ValueError(f"target: has a {type(each).__name__}; {fix}")
+    return found
+
+
+def _check_arguments(fun: Callable, args: tuple) -> None:
+    """Refuses arguments that the function does not take."""
+    with contextlib.suppress(ValueError):  # Python knows no signature of some functions.
+        signature = inspect.signature(fun)
+        try:
+            signature.bind(*args)
+        except TypeError as error:
+            name = getattr(fun, "__name__", type(fun).__name__)
+            raise TypeError(
+                f"args: {len(args)}: {error}; give the arguments of {name}{signature} after it:"
+                f" tune({name}, *args)"
+            ) from None
 
 
 def _moved_by(transport: Transport, site: Any) -> Request:
@@ -141,6 +176,7 @@ def _moved_by(transport: Transport, site: Any) -> Request:
 
 
 def _sites_in(fun: Callable, args: tuple) -> list[Request]:
+    _check_arguments(fun, args)
     traced, traced_args = fun, args
     if isinstance(fun, OverlapJit):
         traced, traced_args, _ = fun.uncompiled(args, {})

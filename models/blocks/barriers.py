@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxlib.mlir.dialects import stablehlo
 
 from models.parameters.use import Tree
 
@@ -17,18 +21,19 @@ def tied(x: Tree, tree: Tree) -> tuple[Tree, Tree]:
     since they are small and their sums may be collected.
     """
     leaves, structure = jax.tree.flatten(tree)
-    kind = _type_of(x)
-    # In jax 0.10, a barrier would give all the same type.
-    places = [
-        place
-        for place, leaf in enumerate(leaves)
-        if leaf.ndim > 1
-        and (jax.__version_info__ >= (0, 11) or jax.typeof(leaf).manual_axis_type == kind)
-    ]
-    x, waiting = lax.optimization_barrier((x, [leaves[place] for place in places]))
+    places = [place for place, leaf in enumerate(leaves) if leaf.ndim > 1]
+    x, waiting = barrier((x, [leaves[place] for place in places]))
     for place, leaf in zip(places, waiting, strict=True):
         leaves[place] = leaf
     return x, jax.tree.unflatten(structure, leaves)
+
+
+def barrier(tree: Tree) -> Tree:
+    """`lax.optimization_barrier`, after which arrays have the types that they had before."""
+    if jax.__version_info__ >= (0, 11):
+        return lax.optimization_barrier(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _barrier.bind(*leaves))
 
 
 def varying_axes(x: Tree) -> frozenset[str]:
@@ -38,3 +43,22 @@ def varying_axes(x: Tree) -> frozenset[str]:
 
 def _type_of(x: Tree) -> Any:
     return jax.typeof(jax.tree.leaves(x)[0]).manual_axis_type
+
+
+# In jax 0.10, `lax.optimization_barrier` gives all arrays the type of those that vary over most
+# axes, so that a gradient that was summed would have to be summed again.
+_barrier = Primitive("optimization_barrier")
+_barrier.multiple_results = True
+
+
+@_barrier.def_abstract_eval
+def _(*types: Any) -> Sequence[Any]:
+    return types
+
+
+def _lowered(context: Any, *values: Any) -> Sequence[Any]:
+    del context
+    return stablehlo.OptimizationBarrierOp(values).results
+
+
+mlir.register_lowering(_barrier, _lowered)

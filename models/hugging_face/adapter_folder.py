@@ -29,7 +29,7 @@ from models.hugging_face.peft_config import (
     write_peft_config,
 )
 from models.hugging_face.tensor_names import Tensor, tensors
-from models.hugging_face.writing import check_empty
+from models.hugging_face.writing import check_empty, save_tensors
 from models.parameters.adapters import LORA_A, LORA_B, MODULES, LoraConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -147,8 +147,6 @@ def write_adapter(
       ValueError: the folder has something in it; or a parameter is missing, is of another shape
         than the configuration says, or is not one of its adapters.
     """
-    from safetensors.numpy import save_file
-
     target = real_path(directory)
     check_empty(target)
     contents, used = {}, set()
@@ -174,7 +172,7 @@ def write_adapter(
     # Not sorted: of patterns that overlap, the first is used.
     text = json.dumps(write_peft_config(config), indent=2) + "\n"
     (partial / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
-    save_file(contents, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    save_tensors(contents, partial / ADAPTER_WEIGHTS)
     if target.is_dir():
         target.rmdir()
     os.replace(partial, target)

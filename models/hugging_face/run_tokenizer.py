@@ -16,7 +16,7 @@ from typing import Any
 from models.hugging_face.files import find_file, read_json
 from models.hugging_face.folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
 from models.hugging_face.tokenizer import end_of_text, parse_tokenizer
-from models.hugging_face.writing import ORIGIN, TOKENS, write_json
+from models.hugging_face.writing import ORIGIN, TOKENS, copy_files, write_json
 from models.log import warn_once
 from models.paths import expanded
 
@@ -78,22 +78,14 @@ def _write(tokenizer: str | None, target: Path) -> None:
     else:
         file = expanded(tokenizer)
         for name in TOKENIZER_FILES:
-            _copy(file.parent, name, target)
+            try:
+                copy_files(file.parent, target, [name])
+            except ValueError as error:
+                warn_once(f"{file.parent}: not kept for an export: {error}")
         shutil.copyfile(file, target / _TOKENIZER)
         end = end_of_text(parse_tokenizer(file.read_bytes(), file.parent), file.parent)
     if old != (target / _TOKENIZER).read_bytes():
         _name_tokens(target, end)
-
-
-def _copy(folder: Path, name: str, target: Path) -> None:
-    """Copies a file of a folder, if there is one."""
-    try:
-        found = find_file(folder, name)
-    except ValueError as error:
-        warn_once(f"{folder}: not kept for an export: {error}")
-        return
-    if found is not None:
-        shutil.copyfile(found, target / name)
 
 
 def _name_tokens(target: Path, end: int | None) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,7 @@ def keep_origin(source: str | Path, directory: str | Path) -> None:
         tied_head, dtypes = None, (copies[0] / _DTYPES).read_text()
         origin = copies[0]
     target.mkdir(parents=True, exist_ok=True)
-    for name in _COPIED:
-        file = find_file(origin, name)
-        if file is not None and file != real_path(target / name):
-            shutil.copyfile(file, target / name)
+    copy_files(origin, target, _COPIED)
     (target / _DTYPES).write_text(dtypes)
     values = read_json(target, CONFIG) or {}
     if tied_head is not None and values.get("tie_word_embeddings", False) != tied_head:
@@ -102,7 +100,7 @@ def write(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         if saved is not None:
-            _copy(saved, partial)
+            copy_files(saved, partial, _COPIED)
         _write_config(partial / CONFIG, unpadded, default)
     of_tensor = {
         tensor.name: dtype or dtypes.get(tensor.name, default) for _, tensor in tensors(unpadded)
@@ -121,7 +119,7 @@ def write(
         }
         names |= dict.fromkeys(contents, file)
         if first:
-            _save(contents, partial / file)
+            save_tensors(contents, partial / file)
     if first:
         if len(groups) > 1:
             _write_index(partial / INDEX, unpadded, of_tensor, names)
@@ -138,11 +136,27 @@ def check_empty(directory: Path) -> None:
         raise ValueError(f"{directory}: is not empty; name a folder that is not there yet")
 
 
-def _copy(origin: Path, folder: Path) -> None:
-    for name in _COPIED:
-        file = find_file(origin, name)
-        if file is not None:
-            shutil.copyfile(file, folder / name)
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copies those files of a folder that it has.
+
+    Raises:
+      ValueError: for a name or a link that leads out of the folder, or to no file.
+    """
+    for name in names:
+        file = find_file(source, name)
+        if file is not None and file != real_path(target / name):
+            shutil.copyfile(file, target / name)
+
+
+def save_tensors(contents: dict[str, np.ndarray], file: Path) -> None:
+    """Writes a file of safetensors with the mode that other new files have."""
+    from safetensors.numpy import save_file
+
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    # The library of Hugging Face wants to know what kind of tensors these were.
+    save_file(contents, file, metadata={"format": "pt"})
+    file.chmod(mode)  # The library replaces the file by one that only its owner reads.
 
 
 def _write_config(file: Path, config: LlamaConfig, dtype: str) -> None:
@@ -240,13 +254,6 @@ def _contents(array: jax.Array, tensor: Tensor, dtype: str, needed: bool) -> np.
     sizes = [math.prod(group) for group in tensor.parameter_groups]
     whole = whole.reshape(sizes)
     return np.ascontiguousarray(whole.T if tensor.transposed else whole)
-
-
-def _save(contents: dict[str, np.ndarray], file: Path) -> None:
-    from safetensors.numpy import save_file
-
-    # The library of Hugging Face wants to know what kind of tensors these were.
-    save_file(contents, file, metadata={"format": "pt"})
 
 
 def _write_index(

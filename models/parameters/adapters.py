@@ -23,7 +23,7 @@ import jax
 from flax import nnx
 
 from collective_matmul.layers import Lora
-from models.families.parameter_table import DENSE
+from models.families.parameter_table import DENSE, LAYER_GROUPS
 
 #: The ends of the paths of an adapter's parameters, and of the weight that it adapts.
 LORA_A, LORA_B, KERNEL = "lora_a", "lora_b", "kernel"
@@ -143,7 +143,8 @@ class Training:
         return {"lora": lora, "frozen": frozen}
 
     def check(self, names: Iterable[str]) -> None:
-        """Raises ValueError for a pattern that no parameter matches."""
+        """Raises ValueError for a pattern that no parameter matches, or kernels with adapters of
+        which some that share a gather are trained."""
         known = {_unnumbered(name) for name in names}
         for field, patterns in (("lora.train", self.lora.train), ("freeze", self.freeze)):
             for pattern in _patterns(patterns):
@@ -152,6 +153,8 @@ class Training:
                         f"{field}={pattern!r}: matches no parameter; expected patterns of names"
                         f" such as {', '.join(sorted(known)[:4])}"
                     )
+        for group in LAYER_GROUPS:
+            self.options_of(group.name)
 
 
 def _patterns(text: str) -> list[str]:

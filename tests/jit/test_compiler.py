@@ -174,11 +174,15 @@ def test_inside_another_function_it_names_the_order_that_works(around: Callable)
         around(overlap_jit(jnp.sin))(1.0)
 
 
-def test_gradients_of_what_is_compiled_are_right_or_refused() -> None:
+def test_gradients_of_what_is_compiled_are_right_or_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Right since jax 0.12: programs of their own, with the same options."""
+    log.warn_once.cache_clear()
     gradient = jax.grad(overlap_jit(jnp.sin))
     if jax.__version_info__ >= (0, 12):
         np.testing.assert_allclose(gradient(0.0), 1.0)
+        assert "sin: JAX differentiates what overlap_jit returned" in caplog.text
     else:
         with pytest.raises(ValueError, match=r"overlap_jit\(jax\.grad\(f\)\)"):
             gradient(0.0)

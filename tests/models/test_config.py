@@ -87,10 +87,10 @@ def test_a_size_that_the_axis_does_not_divide_is_refused_with_what_works():
     with pytest.raises(ValueError) as error:
         llama3_70b().check_tensor_axis(12)
     assert str(error.value) == (
-        "num_heads=64 is not divisible by a tensor axis of 12 devices; nearest num_heads that work:"
-        " 60 and 72; nearest axes that work for this model: 8 and 16"
+        "num_heads=64 is not divisible by a tensor axis of 12 devices; nearest axes that work for"
+        " this model: 8 and 16; nearest num_heads that work: 60 and 72"
     )
-    with pytest.raises(ValueError, match=r"num_key_value_heads=3 is .* that work: 2 and 4; near"):
+    with pytest.raises(ValueError, match=r"nearest num_key_value_heads that work: 2 and 4$"):
         dataclasses.replace(debug(), num_heads=24, num_key_value_heads=3).check_tensor_axis(4)
     with pytest.raises(ValueError, match=r"vocabulary_size=250 .* that work: 248 and 252"):
         dataclasses.replace(debug(), vocabulary_size=250).check_tensor_axis(4)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -329,6 +329,13 @@ def test_what_cannot_be_tuned_is_refused(cache: Path, bench: Bench) -> None:
     for message, call in {
         "^target=<function .*>: calls no collective matmul; give": lambda: tune(lambda x: x, 1.0),
         "^args: 1 beside sites; expected none": lambda: tune(SITES, 1.0),
+        "^target: has the function <.*>; expected .*; tune functions one by": lambda: tune(
+            cast("Any", [max])
+        ),
+        r"^target: has a str; expected .*explain\(f\)\(\*args\)": lambda: tune(cast("Any", "8B")),
+        "^target: a int; expected a function, with its arguments after": lambda: tune(
+            cast("Any", 8)
+        ),
         "^implementations: 'fast' is unknown; expected some of xla, ": lambda: tune(
             SITES, implementations=["fast"]
         ),
@@ -342,6 +349,8 @@ def test_what_cannot_be_tuned_is_refused(cache: Path, bench: Bench) -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(TypeError, match=r"^args: 0: .*'x'; give .* <lambda>\(x\) after it: tune\("):
+        tune(lambda x: x)
     assert bench.tried == []
     assert not cache.exists()
 

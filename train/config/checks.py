@@ -17,6 +17,7 @@ from models.parameters.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
 from models.random_keys import check_seed
 from train.config.config import Config, MeshSizes, OptimizerConfig, WeightGather, Zero
 from train.config.context import check_context
+from train.config.counts import counted
 from train.config.experts import check_experts, on_tensor_axis
 from train.config.loss_chunks import check_loss_chunk
 from train.config.optimizers import OPTIMIZERS
@@ -77,7 +78,8 @@ def check(config: Config, sizes: MeshSizes) -> None:
         raise ValueError("resume: expected checkpoint_dir too; add --checkpoint-dir DIR")
     if config.profile_steps is not None and config.profile_steps[1] > config.steps:
         raise ValueError(
-            f"profile={config.profile!r}: the run has {config.steps} steps; name steps among them"
+            f"profile={config.profile!r}: the run has {counted(config.steps, 'step')}; name steps"
+            " among them"
         )
     if Path(config.profile_dir).is_file():
         raise ValueError(f"profile_dir={config.profile_dir!r}: is a file; name a folder")

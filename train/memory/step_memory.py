@@ -122,7 +122,8 @@ def advice(
             total = memory_of(changed, abstract, local_devices=local_devices).total
             if total <= limit:
                 flags = [*_mesh_flags(config, zero, sizes, larger), *flags]
-                return f"it fits with {' '.join(flags)}, and then takes {total:,} bytes"
+                how = f"with {' '.join(flags)}, and then" if flags else "as it is, and"
+                return f"it fits {how} takes {total:,} bytes"
     if memory.state > limit:
         return _advice_about_state(config, sizes, memory, limit)
     more = f"more --mesh.tensor than {4 * sizes.tensor}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import optax
 
 from train.config.config import OptimizerConfig
+from train.config.counts import counted
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -29,8 +30,8 @@ def describe_schedule(config: OptimizerConfig, steps: int) -> str:
     config = config.with_schedule_of(steps)
     final = config.learning_rate * config.final_learning_rate_fraction
     line = (
-        f"learning rate: up to {config.learning_rate:g} in {config.warmup_steps} steps, down to"
-        f" {final:g} at step {config.decay_steps}"
+        f"learning rate: up to {config.learning_rate:g} in"
+        f" {counted(config.warmup_steps, 'step')}, down to {final:g} at step {config.decay_steps}"
     )
     assert config.decay_steps is not None
     if config.decay_steps >= steps:

@@ -433,7 +433,10 @@ def describe_trained(model: ModelFunctions) -> list[str]:
     if not model.frozen_params:
         return []
     trained, every = model.trained_count, model.parameter_count
-    return [f"trains {trained:,} parameters, {trained / every:.2%} of {every:,}; others are frozen"]
+    return [
+        f"trains {trained:,} parameters, {trained / every:.2%} of {every:,}; others are frozen, and"
+        " MFU does not count gradients for them"
+    ]
 
 
 def _and_context(sizes: MeshSizes) -> str:

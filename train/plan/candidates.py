@@ -64,7 +64,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that fits, with a mesh of which no size is 0."""
+    """A configuration with a mesh of which no size is 0."""
 
     config: Config
     sizes: MeshSizes
@@ -84,11 +84,13 @@ class Plan:
       candidates: those that fit, the fastest first: of each mesh and placement of experts one.
       refused: how many do not, by reason.
       nearest: for each reason, the bytes of the configuration that needs least, and a sentence.
+      smallest: of the configurations that are too large, the one that needs least; None: of none.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, tuple[float, str]] = field(default_factory=dict)
+    smallest: Candidate | None = None
 
     @property
     def is_too_large(self) -> bool:
@@ -110,9 +112,26 @@ def make_plan(config: Config, machine: Machine) -> Plan:
       machine: the GPUs.
     """
     plan = Plan()
+    fastest: dict[tuple[MeshSizes, str], Candidate] = {}  # By mesh and placement of experts.
+    for candidate in _all_fitting(config, machine, plan):
+        key = candidate.sizes, candidate.config.expert_axes
+        best = fastest.setdefault(key, candidate)
+        if candidate.seconds < best.seconds:
+            fastest[key] = candidate
+    plan.candidates += fastest.values()
+    plan.candidates.sort(key=lambda candidate: (candidate.seconds, candidate.sizes[::-1]))
+    return plan
+
+
+def fits(config: Config, machine: Machine) -> bool:
+    """Whether some configuration of a machine fits. The arguments are those of `make_plan`."""
+    return any(True for _ in _all_fitting(config, machine, Plan()))
+
+
+def _all_fitting(config: Config, machine: Machine, plan: Plan) -> Iterator[Candidate]:
+    """Yields what fits of all meshes. Adds to the plan what does not."""
     config = dataclasses.replace(config, batch_size=planned_batch_size(config, machine.devices))
     for sizes in meshes(config, machine.devices):
-        fastest: dict[str, Candidate] = {}  # By placement of experts.
         for changes in shardings(config, sizes):
             padded = config.model.padded_for(sizes.tensor)
             sharded = dataclasses.replace(config, model=padded, mesh=MeshConfig(*sizes), **changes)
@@ -121,13 +140,7 @@ def make_plan(config: Config, machine: Machine) -> Plan:
             except ValueError as error:
                 plan.refuse(str(error).partition("=")[0], str(error))
                 continue
-            for candidate in _fitting(sharded, sizes, machine, plan):
-                best = fastest.setdefault(sharded.expert_axes, candidate)
-                if candidate.seconds < best.seconds:
-                    fastest[sharded.expert_axes] = candidate
-        plan.candidates += fastest.values()
-    plan.candidates.sort(key=lambda candidate: (candidate.seconds, candidate.sizes[::-1]))
-    return plan
+            yield from _fitting(sharded, sizes, machine, plan)
 
 
 def check_sharded(config: Config, sizes: MeshSizes) -> None:
@@ -223,11 +236,16 @@ def _fitting(config: Config, sizes: MeshSizes, machine: Machine, plan: Plan) -> 
     for changes in _microbatches_and_remat(config, sizes):
         changed = dataclasses.replace(config, **changes)
         memory = predict_memory(changed, sizes)
-        if memory.total > machine.limit:
+        if is_too_large := memory.total > machine.limit:
             plan.refuse(*_too_large(changed, sizes, memory, machine), needed=memory.total)
-            continue
+            if plan.smallest is not None and plan.smallest.memory.total <= memory.total:
+                continue
         prediction = predict(changed, sizes, machine.device_kind, **options)
-        yield Candidate(changed, sizes, memory, prediction)
+        candidate = Candidate(changed, sizes, memory, prediction)
+        if is_too_large:
+            plan.smallest = candidate
+        else:
+            yield candidate
 
 
 def _microbatches_and_remat(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:

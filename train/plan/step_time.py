@@ -43,6 +43,17 @@ class StepTime:
         """The parts by name, in words."""
         return {each.name.replace("_", " "): getattr(self, each.name) for each in fields(self)}
 
+    def __str__(self) -> str:
+        """The parts, the largest first, which add up to the total as they are printed."""
+        decimals = _decimals(self.total)
+        done, shown, texts = 0.0, 0.0, []
+        for name, seconds in sorted(self.by_part.items(), key=lambda part: -part[1]):
+            done += 1e3 * seconds
+            part = round(round(done, decimals) - shown, decimals)
+            shown = round(done, decimals)
+            texts += [f"{name} {part:,.{decimals}f}"] if part else []
+        return f"{' + '.join(texts)} = {milliseconds(self.total)}"
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -68,7 +79,12 @@ class Prediction:
 
 def milliseconds(seconds: float) -> str:
     """Seconds as text."""
-    return f"{1e3 * seconds:,.{1 if seconds < 0.0995 else 0}f} ms"
+    return f"{1e3 * seconds:,.{_decimals(seconds)}f} ms"
+
+
+def _decimals(seconds: float) -> int:
+    """The digits of milliseconds after the point."""
+    return 1 if seconds < 0.0995 else 0
 
 
 def unpredicted_reason(config: Config, device_kind: str) -> str | None:

@@ -15,6 +15,7 @@ from models.families import parameters_of
 from models.parameters.adapters import Training
 from train.config.checks import check_planned_machine, warnings_of
 from train.config.config import Config, MeshConfig, MeshSizes
+from train.config.counts import counted
 from train.config.defaults import describe_preset
 from train.config.model_folder import DEFAULT_PRESET, model_folder, model_name
 from train.memory.device_memory import GPUS, MARGIN, memory_limit
@@ -31,10 +32,13 @@ from train.plan.candidates import (
 from train.plan.rates import RATES
 from train.plan.run import attention_decision
 from train.plan.step_time import milliseconds, unpredicted_reason
+from train.plan.what_fits import ways_to_fit
 
 _ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6
 #: How far predicted step times have been off; docs/how_to/plan.md has them.
 _ERROR = 0.05
+#: How far estimates of memory may be above what a dry run computes; tests hold them to that.
+_MEMORY_TOO_HIGH = 0.1
 #: Flags that a plan chooses, and those that ask for one: what its command does not repeat.
 CHOSEN = (
     "--mesh.", "--zero", "--remat", "--scan-layers", "--gradient-accumulation-steps",
@@ -64,8 +68,8 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
     batch = planned_batch_size(config, machine.devices)
     gpus = f"{machine.devices} × {machine.device_kind}"
     lines = [
-        f"plan: {model_name(config)} on {gpus}, {batch} sequences of {config.sequence_length}"
-        f" tokens per step, attention by {machine.attention}"
+        f"plan: {model_name(config)} on {gpus}, {counted(batch, 'sequence')} of"
+        f" {config.sequence_length} tokens per step, attention by {machine.attention}"
     ]
     if is_free(config, "batch_size") and batch > config.batch_size:
         lines[0] += f" (--batch-size {config.batch_size}, rounded up to a multiple of the GPUs)"
@@ -76,7 +80,10 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
         others = _in_8_bits(config, machine)
         _print(console, *_table(best, others))
         _print(console, *_about_8_bits(config, others))
+        if Training(config.lora, config.freeze).freezes:
+            _print(console, "MFU does not count gradients for frozen weights, which have none")
     _print(console, *_conclusion(config, plan, machine))
+    _print(console, *_advice(config, arguments, plan, machine))
     if best:
         _print(console, *_commands(config, arguments, best, others))
         if config.data is None and config.tokenizer is None:
@@ -233,14 +240,20 @@ def _commands(
         recipe = _recipe(in_8_bits[0].config) or ()
         of_8_bits = _trainer(*arguments, *_flags(in_8_bits[0]), *recipe)
         lines.append(f"to run the first in 8 bits: {of_8_bits}")
-    machine = [] if _is_here(config) else ["--device", _gpu_of(config)]
-    if config.plan_network != Config.plan_network:
-        machine += ["--plan-network", f"{config.plan_network:g}"]
-    lines.append(f"to check the first without GPUs: {_trainer('--dry-run', *machine, *first)}")
+    check = _trainer("--dry-run", *_machine_flags(config), *first)
+    lines.append(f"to check the first without GPUs: {check}")
     if len(best) > 1:
         mesh = shlex.join(_row_flags(best[1]))
         lines.append(f"to see the command of another row, plan its mesh, as of the second: {mesh}")
     return lines
+
+
+def _machine_flags(config: Config) -> list[str]:
+    """The flags of a dry run for the machine of a plan."""
+    flags = [] if _is_here(config) else ["--device", _gpu_of(config)]
+    if config.plan_network != Config.plan_network:
+        flags += ["--plan-network", f"{config.plan_network:g}"]
+    return flags
 
 
 def _trainer(*arguments: str) -> str:
@@ -260,9 +273,8 @@ def _conclusion(config: Config, plan: Plan, machine: Machine) -> list[str]:
                 " predictions have been off by as much: one of these may be the fastest, so measure"
                 " them too if that matters"
             )
-        parts = sorted(best.prediction.time.by_part.items(), key=lambda part: -part[1])
-        spent = ", ".join(f"{name} {milliseconds(s)}" for name, s in parts if s >= 1e-4)
-        lines.append(f"the first's step: {spent}")
+        time = best.prediction.time
+        lines.append(f"the first's step, of communication what nothing hides: {time}")
         if best.prediction.extrapolated:
             lines.append(f"extrapolated: {best.prediction.extrapolated}")
     refused = sum(plan.refused.values())
@@ -278,19 +290,25 @@ def _conclusion(config: Config, plan: Plan, machine: Machine) -> list[str]:
         ]
     else:
         lines.append(unfit_mesh(config, machine.devices))
-    if plan.is_too_large:
-        ways = [
-            "more --devices",
-            "GPUs with more memory",
-            "shorter sequences (--sequence-length)",
-            "a smaller model",
-        ]
-        if config.lora.rank is None and config.model.num_experts is None:
-            ways.append("--lora.rank 16, which trains adapters alone and can be planned too")
-        elif config.lora.rank is not None and config.lora.base_format is None:
-            ways.append("--lora.base-format rowwise, which keeps frozen weights in 8 bits")
-        lines.append(f"nothing fits: use {', '.join(ways[:-1])}, or {ways[-1]}")
     return lines
+
+
+def _advice(config: Config, arguments: Sequence[str], plan: Plan, machine: Machine) -> list[str]:
+    """Lines that say, where nothing fits, what may fit all the same, and what would."""
+    if not plan.is_too_large:
+        return []
+    lines, miss = [], plan.smallest
+    if miss is not None and miss.memory.total <= (1 + _MEMORY_TOO_HIGH) * machine.limit:
+        flags = [*_machine_flags(config), *arguments, *_flags(miss)]
+        lines.append(
+            f"{miss.sizes}, zero {miss.config.zero}, remat {miss.config.remat} may fit all the"
+            f" same, since estimates have been up to {_MEMORY_TOO_HIGH:.0%} too high; a dry run"
+            f" computes it exactly: {_trainer('--dry-run', *flags)}"
+        )
+    ways = ways_to_fit(config, machine)
+    if ways:
+        return [*lines, f"by the estimate nothing fits; each of these would: {'; '.join(ways)}"]
+    return [*lines, "nothing fits: use a smaller model, or more and larger GPUs"]
 
 
 def _row_flags(candidate: Candidate) -> list[str]:

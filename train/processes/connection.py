@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from train._compat import exchange, process_id
 from train.config.config import DistributedConfig
+from train.config.counts import counted
 from train.processes.agreement import AgreedError, is_agreed
 from train.processes.gpu_binding import (
     View,
@@ -202,7 +203,7 @@ def describe_processes() -> list[str]:
     if count == 1:
         return []
     if devices > 1:
-        return [f"processes: {count}, with {devices} devices each"]
+        return [f"processes: {count}, with {counted(devices, 'device')} each"]
     return [
         f"processes: {count}, with one device each; rings between them go through NCCL, where they"
         " overlap with nothing; on Hopper GPUs of one node, kernels that address peers' memory"

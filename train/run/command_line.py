@@ -23,6 +23,7 @@ from train.config.checks import check_adapters, warnings_of
 from train.config.config import SIMULATED_DEVICES, Config, MeshSizes
 from train.config.config_file import config_text, read_config
 from train.config.context import describe_context
+from train.config.counts import counted
 from train.config.defaults import describe_defaults, implied, with_values
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
@@ -181,7 +182,7 @@ def announce(setup: Setup, console: Console) -> None:
     rest = f"; {unused} more are not used" if unused else ""
     for line in (
         f"{model_name(config)}: {setup.model.parameter_count:,} parameters,"
-        f" {config.model.num_layers} layers,"
+        f" {counted(config.model.num_layers, 'layer')},"
         f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
         f"mesh: {MeshSizes(**mesh.shape)} of {kind} devices{rest}",
         *describe_memory(mesh.local_devices[0]),
@@ -189,7 +190,7 @@ def announce(setup: Setup, console: Console) -> None:
         *describe_zero(config, setup.model, MeshSizes(**mesh.shape)),
         *describe_experts(config, MeshSizes(**mesh.shape), setup.model.active_parameter_count),
         f"data: {text.description}, {text.token_count:,} tokens,"
-        f" {text.sequences_per_epoch:,} sequences per epoch, sha256 {text.sha256}",
+        f" {counted(text.sequences_per_epoch, 'sequence')} per epoch, sha256 {text.sha256}",
         _describe_length(config, text.sequences_per_epoch),
         *describe_held_out(setup),
         *describe_context(config, MeshSizes(**mesh.shape)),
@@ -205,10 +206,11 @@ def announce(setup: Setup, console: Console) -> None:
 
 def _describe_length(config: Config, sequences_per_epoch: int) -> str:
     """How much of the data the run sees."""
-    epochs = config.steps * config.batch_size / sequences_per_epoch
+    epochs = f"{config.steps * config.batch_size / sequences_per_epoch:.2g}"
     return (
-        f"steps: {config.steps:,} of {config.batch_size:,} sequences of"
-        f" {config.sequence_length:,} tokens, {epochs:.2g} epochs (--steps, --batch-size)"
+        f"steps: {config.steps:,} of {counted(config.batch_size, 'sequence')} of"
+        f" {counted(config.sequence_length, 'token')}, {epochs} epoch{'s' * (epochs != '1')}"
+        " (--steps, --batch-size)"
     )
 
 
@@ -220,7 +222,7 @@ def describe_held_out(setup: Setup) -> list[str]:
     tokens = evaluated_sequences(config, text) * text.sequence_length
     line = (
         f"held-out text: {text.description}, {tokens:,} of {text.token_count:,} tokens, every"
-        f" {config.eval_interval} steps, sha256 {text.sha256}"
+        f" {counted(config.eval_interval, 'step')}, sha256 {text.sha256}"
     )
     if text.sha256 == setup.text.sha256:
         return [line, "warning: the held-out text is the text that is trained on"]
@@ -232,7 +234,7 @@ def conclude(
 ) -> None:
     """Prints the result, and the commands to continue and to compare."""
     config, last = setup.config, records[-1]
-    lines = [f"done: {last.step} steps, loss {records[0].loss:.4f} → {last.loss:.4f}"]
+    lines = [f"done: {counted(last.step, 'step')}, loss {records[0].loss:.4f} → {last.loss:.4f}"]
     lines += _step_time(setup, records)
     plain = _without(
         arguments, "--resume", "--resume-step", "--steps", "--profile", "--profile-dir"
@@ -241,7 +243,9 @@ def conclude(
         lines[0] += f"; checkpoints in {config.checkpoint_dir}"
         # Weights that are not trained are read again.
         begun = plain if setup.model.frozen_params else _without(plain, "--init-from")
-        resume = [_interpreter(), "-m", "train", *begun, "--steps", str(2 * last.step), "--resume"]
+        resume = [_interpreter(), "-m", "train", *_without(begun, "--optimizer.decay-steps")]
+        resume += ["--optimizer.decay-steps", str(config.optimizer.decay_steps)]
+        resume += ["--steps", str(2 * last.step), "--resume"]
         lines.append(f"to go on:   {shlex.join(resume)}")
     else:
         lines.append("to be able to continue a run, give it --checkpoint-dir DIR")

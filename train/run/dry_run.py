@@ -14,6 +14,7 @@ from collective_matmul import explain
 from train.config.checks import check, warnings_of
 from train.config.config import Config, MeshSizes
 from train.config.context import describe_context
+from train.config.counts import counted
 from train.config.defaults import describe_defaults
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
@@ -57,7 +58,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     model = ModelFunctions(config, sizes, GPUS_OF_A_NODE)
     console.print(
         f"{model_name(config)}: {model.parameter_count:,} parameters on {sizes},"
-        f" {config.batch_size} sequences of {config.sequence_length} tokens per step",
+        f" {counted(config.batch_size, 'sequence')} of {config.sequence_length} tokens per step",
         highlight=False,
         soft_wrap=True,
     )
@@ -94,8 +95,13 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
             kind = f"layer {number} of {config.model.layer_period}"
             which = "each layer" if config.model.layer_period == 1 else kind
             window = config.model.window_of(number)
-            line = f"attention of {which}{alone}: {attention_of(config, sizes, mesh, window)}"
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+            decision = attention_of(config, sizes, mesh, window)
+            shown = dataclasses.replace(decision, missed=None)
+            found = [f"attention of {which}{alone}: {shown}"]
+            # Of GPUs here, a warning has told it.
+            found += [decision.missed] if decision.missed and gpu is not None else []
+            for line in dict.fromkeys(found):
+                console.print(line, highlight=False, soft_wrap=True, markup=False)
     step = sharded_step(config, model, optimizer, mesh)
     where = "here" if gpu is None else f"on {gpu.device.device_kind}"
     lines = [f"one step {where}, with the number of times that each op runs:"]
@@ -104,10 +110,13 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     if config.distributed.tensor_across_processes:
         lines.insert(0, _ONE_PROCESS)
     explained = explain(step, verbose=config.verbose)
-    lines.append(str(explained(state, abstract_batch(config))))
+    text = str(explained(state, abstract_batch(config)))
+    lines.append(text.replace("(verbose=True lists", "(--verbose lists"))
     with contextlib.suppress(ValueError):  # The next line says why nothing is predicted.
-        kernel = attention_kernel(config, sizes, mesh)
-        lines += describe_faster_mesh(config, sizes, device_kind_of(config), kernel)
+        kernel, kind = attention_kernel(config, sizes, mesh), device_kind_of(config)
+        time = predict_run(config, sizes, kind, kernel).time
+        lines.append(f"all of a step, of communication what nothing hides: {time}")
+        lines += describe_faster_mesh(config, sizes, kind, kernel)
     lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)

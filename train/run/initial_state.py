@@ -13,6 +13,7 @@ from models.checkpoint.saved_checkpoint import CONTEXT_LENGTH, differences
 from models.paths import expanded
 from train.checkpoint.base_weights import check_base, frozen_weights, load_base
 from train.checkpoint.new_state import init_state
+from train.config.counts import counted
 from train.optimizer.state import (
     FROZEN,
     TrainState,
@@ -73,9 +74,9 @@ def _about_batches(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
     if was in (None, now):
         return []
     return [
-        f"warning: batch_size={now}: a step has {now} sequences from here on, and had {was} before."
-        " No sequence is left out or read twice, but --steps, the learning rate and its schedule"
-        f" were chosen for {was}; give --batch-size {was} to go on as before"
+        f"warning: batch_size={now}: a step has {counted(now, 'sequence')} from here on, and had"
+        f" {was} before. No sequence is left out or read twice, but --steps, the learning rate and"
+        f" its schedule were chosen for {was}; give --batch-size {was} to go on as before"
     ]
 
 

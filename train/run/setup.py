@@ -22,6 +22,7 @@ from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.initial_weights import InitialWeights, find_weights
 from train.config.checks import check, check_optimizer
 from train.config.config import Config, MeshSizes
+from train.config.counts import counted
 from train.config.defaults import saved_configuration
 from train.config.model_folder import with_model_of
 from train.data.dataset import TextData, open_dataset
@@ -347,6 +348,6 @@ def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: in
     latest = checkpoints.latest_step()
     if latest is not None and latest >= steps:
         raise ValueError(
-            f"steps={steps}: the checkpoint already has {latest} steps; give --steps a larger"
-            " number to continue"
+            f"steps={steps}: the checkpoint already has {counted(latest, 'step')}; give --steps"
+            " a larger number to continue"
         )

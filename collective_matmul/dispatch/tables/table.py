@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
-import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,14 +117,13 @@ class Table:
 
     def write(self, path: Path) -> None:
         """Replaces the file at `path` in one step: readers see the old table or the new one."""
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        # Not by tempfile, whose files only their owner reads.
+        written = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_text())
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
+            written.write_text(self.to_text(), encoding="utf-8")
+            written.replace(path)
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            written.unlink(missing_ok=True)
             raise
 
 

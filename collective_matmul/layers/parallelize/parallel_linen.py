@@ -250,6 +250,8 @@ class ParallelModule:
         self, module: linen.Module, path: str, known: dict[str, SharedCalls]
     ) -> SharedCalls | None:
         """The calls that the one of a layer is part of, by `shared_gather` or by the plan."""
+        if module.is_initializing():
+            return None  # Each layer makes its parameters by itself.
         if (active := shared_calls_of(module)) is not None:
             return active[0]
         pattern = path_patterns.sharing_layer(self.plan, path)

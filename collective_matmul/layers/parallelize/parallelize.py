@@ -76,7 +76,9 @@ def parallelize(
         `Column` and `Row` take nnx.Linear, nnx.LinearGeneral, nnx.LoRALinear, nnx.LoRA around a
         linear layer, linen.Dense and linen.DenseGeneral; the first output feature dimension, or
         the first input feature dimension, is sharded. A layer with an adapter has a frozen kernel
-        then, whose gradient is zero: see `Lora`. `Heads` takes nnx.MultiHeadAttention,
+        then, whose gradient is zero: see `Lora`. `Shared` is for the module around several such
+        layers that it calls on one x, as q, k and v, or gate and up: they share its gather.
+        `Heads` takes nnx.MultiHeadAttention,
         linen.MultiHeadDotProductAttention, linen.MultiHeadAttention and linen.SelfAttention.
       axis_name: the mesh axis to shard over.
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`. With an `AbstractMesh`,
@@ -88,7 +90,7 @@ def parallelize(
       The nnx model itself; for a linen module, a `ParallelModule` with its `init` and `apply`.
 
     Raises:
-      TypeError: if `model` or `plan` has another type.
+      TypeError: if `model`, `plan` or `mesh` has another type.
       ValueError: for an entry of the plan that matches no layer, or another module, or a layer
         with unsupported options; for two entries that say different things of one layer; for
         sizes and numbers of heads that the axis does not divide. For nnx it is raised at once,

@@ -117,9 +117,10 @@ def decide(request: AttentionRequest, requested: Sequence[str] | None = None) ->
 
 
 def kernel_of(decision: AttentionDecision) -> AttentionKernel:
-    """The kernel of a decision. On GPUs, says once what another would gain."""
+    """The kernel of a decision. On GPUs of this machine, says once what another would gain."""
     pair = decision.implementation, decision.faster
-    if decision.missed is not None and _is_gpu() and pair not in _WARNED:
+    is_here = _is_gpu() and jax.default_backend() == "gpu"
+    if decision.missed is not None and is_here and pair not in _WARNED:
         _WARNED.add(pair)
         warn_once(f"attention by {decision.implementation}: {decision.missed}")
     return KERNELS[decision.implementation]
@@ -184,13 +185,19 @@ def _missed(
     if fastest == chosen or reason is None or chosen not in measured.microseconds:
         return None
     share = measured.microseconds[fastest] / measured.microseconds[chosen]
-    return f"{fastest} would compute attention in {share:.0%} of the time of {chosen}, but {reason}"
+    return (
+        f"{fastest} would take {share:.0%} of the time of {chosen}, {_passes(measured.request)},"
+        f" but {reason}"
+    )
 
 
 def _comparison(measured: Measured, order: Sequence[str]) -> str:
     times = ", ".join(f"{measured.microseconds[name]:.0f} µs {name}" for name in order)
-    passes = "forward and backward" if measured.request.differentiated else "forward"
-    return f"measured for {measured.request}, {passes}: {times}"
+    return f"measured for {measured.request}, {_passes(measured.request)}: {times}"
+
+
+def _passes(request: AttentionRequest) -> str:
+    return "forward and backward" if request.differentiated else "forward"
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from collective_matmul.rewrite.find.commuting import (
     reshaping,
     same_blocks,
 )
+from collective_matmul.rewrite.find.report import is_ours
 from collective_matmul.rewrite.find.supported_collectives import Collective
 from collective_matmul.rewrite.match.matmuls import Matmul, matmul_of
 
@@ -215,6 +216,11 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
     equation = graph.equations[index]
     name = equation.primitive.name
     op = commuting_op(graph, equation)
+    if op is None and is_ours(equation):
+        return (
+            f"the summed array comes from {described(equation)}, which is an op already; sums over"
+            " further axes stay as they are"
+        )
     if op is None:
         return f"the summed array comes from {described(equation)}, not from a matmul; {_NEEDED}"
     if name == "pvary":  # The replacement types its operands and its result.

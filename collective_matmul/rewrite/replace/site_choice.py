@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
@@ -154,7 +155,7 @@ def selected_sites(
     graph: Graph, tracer: SiteTracer, around: Surroundings
 ) -> tuple[list[TracedSite], list[FoundSite]]:
     """The sites of a jaxpr inside shard_map that are replaced, and a report of each collective."""
-    selection = SiteSelection(graph)
+    selection, inside_calls = SiteSelection(graph), _InsideCalls(graph, around.axis_sizes)
     reports: dict[int, FoundSite] = {}
     matches: list[Match] = []
     for index, equation in enumerate(graph.equations):
@@ -162,7 +163,7 @@ def selected_sites(
             continue
         match = match_at(graph, index, around.axis_sizes)
         if isinstance(match, str):
-            reason = around.blocks.reason(equation) or _reason_inside(graph, index, around)
+            reason = around.blocks.reason(equation) or inside_calls.reason(index)
             reports[index] = reported(equation, reason or match)
         else:
             matches.append(match)
@@ -200,16 +201,42 @@ def selected_sites(
     return sites, [reports[index] for index in sorted(reports)]
 
 
-def _reason_inside(graph: Graph, index: int, around: Surroundings) -> str | None:
-    """Why a collective is left alone, where its matmul is inside a call beside it."""
-    if not has_matmul_beside(graph, index):
-        return None
-    equation, inside = graph.equations[index], inlined(graph)
-    for at, other in enumerate(inside.equations):
-        if other.source_info is equation.source_info and other.primitive is equation.primitive:
-            match = match_at(inside, at, around.axis_sizes)
-            return match if isinstance(match, str) else None
-    return None
+class _InsideCalls:
+    """Says why collectives are left alone whose matmuls are inside calls beside them.
+
+    Args:
+      graph: dataflow of the jaxpr.
+      axis_sizes: the manual axes around it, with their sizes.
+    """
+
+    def __init__(self, graph: Graph, axis_sizes: Mapping[str, int]):
+        self._graph = graph
+        self._axis_sizes = axis_sizes
+
+    def reason(self, index: int) -> str | None:
+        """The reason for a collective; None if no matmul is inside a call beside it."""
+        if not has_matmul_beside(self._graph, index):
+            return None
+        at = self._places.get(_place_key(self._graph.equations[index]))
+        match = None if at is None else match_at(self._inlined, at, self._axis_sizes)
+        return match if isinstance(match, str) else None
+
+    @cached_property
+    def _inlined(self) -> Graph:
+        """The jaxpr with its calls inlined: one of many layers has many collectives."""
+        return inlined(self._graph)
+
+    @cached_property
+    def _places(self) -> dict[tuple, int]:
+        """The indices of collectives with calls inlined."""
+        equations = self._inlined.equations
+        found = [i for i, equation in enumerate(equations) if kind_of(equation) is not None]
+        return {_place_key(equations[i]): i for i in reversed(found)}  # The first, if several.
+
+
+def _place_key(equation: JaxprEqn) -> tuple:
+    """A key that a collective keeps when calls beside it are inlined."""
+    return id(equation.source_info), equation.primitive
 
 
 def _reports(

@@ -22,6 +22,7 @@ from collective_matmul.layers import (
     prequantize_kernels,
     shared_gather,
 )
+from collective_matmul.log import warn_once
 from tests.conftest import MeshFactory
 from tests.layers.reference import (
     assert_close,
@@ -112,11 +113,15 @@ PLANS = {
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("local", [False, exhaustive(True)])
-def test_linen_layers_share_a_gather(together: bool, local: bool, mesh: Mesh) -> None:
+def test_linen_layers_share_a_gather(
+    together: bool, local: bool, mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
     module = LinenGated(together)
     model = parallelize(module, PLANS[together], mesh=mesh, implementation="ring")
     variables = jax.jit(module.init)(jax.random.key(0), X)
+    warn_once.cache_clear()
     assert_identical(jax.jit(model.init)(jax.random.key(0), X), variables)
+    assert caplog.text == ""
     expected = result_and_gradients(LinenGated().apply, variables, X)
     assert_close(result_and_gradients(module.apply, variables, X), expected)
     assert permutes(model.apply, variables, X) == 3 + 3

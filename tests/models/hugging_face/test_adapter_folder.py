@@ -113,7 +113,7 @@ def value_shapes(model: LlamaConfig) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_the_export_command_writes_adapters_of_a_checkpoint(commands, tmp_path, stacked):
+def test_the_export_command_writes_adapters_of_a_checkpoint(commands, tmp_path, stacked, capsys):
     model = ModelFolder(DATA / "llama3").config
     rng, count = np.random.default_rng(0), model.num_layers
     whole = {
@@ -131,7 +131,13 @@ def test_the_export_command_writes_adapters_of_a_checkpoint(commands, tmp_path, 
     lora = {"rank": 1, "alpha": 3.0, "rslora": True, "targets": "v_proj", "dropout": 0.1}
     configuration = {"model": dataclasses.asdict(model), "lora": lora, "init_from": "base"}
     save_params(tmp_path / "run", params, configuration)
-    commands(["export", str(tmp_path / "run"), str(tmp_path / "out")])
+    out = str(tmp_path / "out")
+    commands(["export", str(tmp_path / "run"), out])
+    printed = capsys.readouterr().out
+    assert f"python -m models generate BASE --adapter {out} --prompt TEXT\n" in printed
+    assert "peft.PeftModel.from_pretrained(transformers.A" in printed
+    file = tmp_path / "out" / "adapter_model.safetensors"
+    assert file.stat().st_mode == (tmp_path / "out" / "adapter_config.json").stat().st_mode
     written = AdapterFolder(tmp_path / "out", model)
     expected = PeftConfig(
         rank=1, alpha=3.0, target_modules=("v_proj",), dropout=0.1, rslora=True, base_model="base"

@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from collective_matmul import dot_product_attention, explain_attention
+from collective_matmul import explain_attention
 from collective_matmul.log import warn_once
 from collective_matmul.ops.attention import choice, flash_attention
 
@@ -56,9 +56,9 @@ def test_the_fastest_that_is_possible(has_package: bool) -> None:
         assert decision.missed is None
     else:
         assert decision.missed.startswith(
-            "flash3 would compute attention in 77% of the time of cudnn, but it needs"
+            "flash3 would take 77% of the time of cudnn, forward and backward, but it needs"
         )
-        assert "flash3 would compute" in str(decision)
+        assert "flash3 would take" in str(decision)
 
 
 def test_shapes_for_which_cudnn_was_measured_to_be_faster(has_package: bool) -> None:
@@ -103,21 +103,24 @@ def test_a_package_is_needed_where_the_devices_are(
 
 
 @pytest.mark.usefixtures("fresh_warnings")
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
 def test_without_the_package_one_warning_tells_the_gain(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Not of a program that is traced for the GPUs of another machine."""
     monkeypatch.setattr(flash_attention, "missing_reason", lambda: MISSING)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     mesh = AbstractMesh((1,), ("tensor",), (AxisType.Auto,), abstract_device=H200)
-    (query, key), attend = shapes(8192), jax.jit(dot_product_attention)
-    grad = jax.grad(lambda *x: attend(*x).sum())
-    with caplog.at_level(logging.WARNING, "collective_matmul"):
-        for _ in range(2):
-            with jax.sharding.use_abstract_mesh(mesh):
-                jax.eval_shape(lambda q, k, v: grad(q, k, v), query, key, key)
-    assert [record.getMessage() for record in caplog.records] == [
-        "attention by cudnn: flash3 would compute attention in 72% of the time of cudnn, but"
-        f" {MISSING}"
-    ]
+    with (
+        caplog.at_level(logging.WARNING, "collective_matmul"),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        for differentiated in (False, True):
+            decision = explain_attention(*shapes(8192), differentiated=differentiated)
+            assert choice.kernel_of(decision).name == "cudnn"
+    warning = "attention by cudnn: flash3 would take 72% of the time of cudnn, forward, but"
+    told = [f"{warning} {MISSING}"] if backend == "gpu" else []
+    assert [record.getMessage() for record in caplog.records] == told
 
 
 def test_every_entry_of_the_table_is_of_known_kernels() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -44,12 +47,19 @@ def models(monkeypatch):
 def test_what_was_trained_is_exported_and_answers(flags, end, models, tmp_path, capsys):
     run, exported = str(tmp_path / "run"), tmp_path / "exported"
     main([*TINY, *flags, "--checkpoint-dir", run])
+    # No other mode than other files have, of which safetensors makes one for their owner alone.
+    before = os.umask(0o027)
     models(["export", run, str(exported)])
+    os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in exported.iterdir()} == {0o640}
+    printed = capsys.readouterr().out
+    [command] = re.findall(r"^to answer prompts: python -m models (.*)$", printed, re.MULTILINE)
+    load = f"transformers.AutoModelForCausalLM.from_pretrained({str(exported)!r})"
+    assert printed.endswith(f"to load in PyTorch: {load}\n")
     folder = ModelFolder(exported)
     assert folder.stop_tokens == (end,)
     assert folder.tokenizer().encode("Hi", add_special_tokens=False).ids
-    capsys.readouterr()
-    models(["generate", str(exported), "--prompt", "Hello", "--max-new-tokens", "3"])
+    models([*shlex.split(command), "--max-new-tokens", "3"])
     assert capsys.readouterr().err == ""
     if flags:
         assert (exported / "tokenizer.json").read_bytes() == FILE.read_bytes()

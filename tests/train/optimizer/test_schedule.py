@@ -45,7 +45,7 @@ def test_going_on_does_not_raise_the_learning_rate(capsys, tmp_path):
     main([*RUN, *saved, "--steps", "4"])
     output = capsys.readouterr().out
     assert logged(log) == scheduled(4, 4)
-    assert "learning rate: up to 0.01 in 1 steps, down to 0.001 at step 4\n" in output
+    assert "learning rate: up to 0.01 in 1 step, down to 0.001 at step 4\n" in output
     command = re.search(r"to go on: +\S+ -m train (.*)", output)
     assert command is not None
     main(shlex.split(command[1]))
@@ -98,7 +98,7 @@ def test_a_run_interrupted_early_keeps_its_schedule_with_more_steps(capsys, tmp_
 
 def test_a_sentence_describes_the_schedule():
     assert describe_schedule(SCHEDULE, 4) == (
-        "learning rate: up to 0.01 in 1 steps, down to 0.001 at step 4"
+        "learning rate: up to 0.01 in 1 step, down to 0.001 at step 4"
     )
     to_nothing = dataclasses.replace(SCHEDULE, final_learning_rate_fraction=0.0, decay_steps=3)
     assert "down to 0 at step 3; later steps train nothing" in describe_schedule(to_nothing, 4)

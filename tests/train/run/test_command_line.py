@@ -13,7 +13,7 @@ from train import compare
 from train.config.config import MeshSizes
 from train.log.log_file import read_log
 from train.memory.device_memory import GPUS, usable
-from train.memory.step_memory import memory_of
+from train.memory.step_memory import advice, memory_of
 from train.parallel.mesh import make_abstract_mesh
 from train.run.command_line import main, parse
 
@@ -47,6 +47,8 @@ def test_a_run_prints_its_model_its_log_and_how_to_continue(capsys, tmp_path):
     assert "mesh: data=2 × fsdp=1 × tensor=2 of cpu devices; 4 more are not used" in output
     assert re.search(r"data: Python .* manual .* sha256 [0-9a-f]{64}", output)
     assert "ring (requested)" in output
+    assert " parameters, 1 layer, " in output
+    assert re.search(r"steps: 6 of 4 sequences of 16 tokens, \S+ epochs \(", output)
     columns = (
         "step loss grad norm learning rate tokens/s/device TFLOP/s/device MFU memory step time"
         " data wait"
@@ -55,7 +57,7 @@ def test_a_run_prints_its_model_its_log_and_how_to_continue(capsys, tmp_path):
     assert re.findall(r"^ +(\d+) +\d\.\d{4} .*n/a", output, re.MULTILINE) == ["1", "2", "4", "6"]
     resume = re.search(r"^to go on: +\S+ -m train (.*)$", output, re.MULTILINE)
     assert resume is not None
-    assert resume[1].endswith("--steps 12 --resume")
+    assert resume[1].endswith("--optimizer.decay-steps 11 --steps 12 --resume")
     assert " -m train.compare" in output
 
     start, *records = read_log(log)
@@ -104,7 +106,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_run(capsys, tmp_path):
 
 def test_a_resume_with_other_batches_says_what_that_changes(capsys, tmp_path):
     saved = ["--checkpoint-dir", str(tmp_path), "--resume"]
-    printed(capsys, [*saved[:2], "--steps", "1"])
+    output = printed(capsys, [*saved[:2], "--steps", "1", "--batch-size", "4"])
+    assert "done: 1 step, loss" in output
     output = printed(capsys, [*saved, "--steps", "2"])
     assert "batch_size=" not in output
     output = printed(capsys, [*saved, "--steps", "3", "--batch-size", "8"])
@@ -172,6 +175,14 @@ def test_dry_run_says_how_to_make_a_model_fit(capsys):
     assert f"\nfits into the {ALLOCATED:,} bytes {OF_H200}: {left:,} are left" in advised
 
 
+def test_advice_on_a_run_that_fits_changes_nothing() -> None:
+    run, sizes = parse(["--mesh.data", "1", "--mesh.tensor", "1"]), MeshSizes()
+    mesh = make_abstract_mesh(sizes, GPUS["H200"].device)
+    memory = memory_of(run, mesh)
+    sentence = advice(run, mesh, memory, memory.total)
+    assert sentence == f"it fits as it is, and takes {memory.total:,} bytes"
+
+
 def test_dry_run_of_a_model_whose_state_alone_does_not_fit(capsys):
     output = printed(
         capsys,
@@ -202,7 +213,7 @@ def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
     assert "10 collective matmuls; of 10 the times are predicted" in output
     # The sum of the times is not that of a step, since layers share what is traced once.
     assert "are hidden under matmuls" in output
-    assert re.search(r": \d+ left alone \(verbose lists them\)", output)
+    assert re.search(r": \d+ left alone \(--verbose lists them\)", output)
     assert " in embed\n" not in output
     output = printed(capsys, [*shlex.split(arguments), "--verbose"])
     assert re.search(r" left alone\n +\S+ in \S*embed\n", output)
