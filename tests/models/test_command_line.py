@@ -23,9 +23,8 @@ from train.data.tokenizer import read_tokenizer
 
 
 @pytest.fixture
-def commands(monkeypatch):
+def commands():
     """`python -m models` in this process, whose devices are there already."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     return main
 
 
