@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 
 from collective_matmul.operands.format import FORMATS
-from collective_matmul.ops.matmul.model_requests import LAYERS, ROWS, sites
-from collective_matmul.tuning.tune import tune
+from collective_matmul.ops.matmul.model_requests import LAYERS, ROWS, check_shapes, sites
+from collective_matmul.tuning.tune import check_place, tune
 
 SHAPES = "llama3-8b,llama3-70b,llama3-405b,llama3-heads,awkward"
 
@@ -21,14 +21,10 @@ def main(arguments: Sequence[str]) -> None:
     """Carries out a command line; one that asks for what cannot be ends with a sentence."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
-    platform = jax.default_backend()
-    if platform not in ("gpu", "cuda", "rocm") and not parsed.without_gpus:
-        parser.error(
-            f"JAX finds no GPU, only {platform} devices, where nothing runs under"
-            " a matmul; add --without-gpus to measure them all the same"
-        )
-    devices = parsed.devices or jax.device_count()
     try:
+        check_shapes(parsed.shapes)
+        _check_devices(parsed)
+        devices = parsed.devices or jax.device_count()
         tune(
             list(sites(parsed.shapes, parsed.rows, devices, parsed.dtype, fp8=parsed.fp8)),
             implementations=parsed.implementations,
@@ -40,6 +36,21 @@ def main(arguments: Sequence[str]) -> None:
         )
     except ValueError as error:
         parser.error(str(error))
+
+
+def _check_devices(parsed: argparse.Namespace) -> None:
+    """Refuses to measure without GPUs, unless asked to, and then without a place for the times.
+
+    Raises:
+      ValueError: to refuse it.
+    """
+    platform = jax.default_backend()
+    if platform not in ("gpu", "cuda", "rocm") and not parsed.without_gpus:
+        raise ValueError(
+            f"JAX finds no GPU, only {platform} devices, where nothing runs under"
+            " a matmul; add --without-gpus to measure them all the same"
+        )
+    check_place(jax.devices()[0], parsed.output, "output", "add --output FILE")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,11 +15,13 @@ import jax
 import tyro
 from rich.console import Console
 
+from collective_matmul import UnsupportedSiteError
 from models.choices import CHOICES
 from models.config import LlamaConfig, config_from_json
 from models.parameters.adapters import LoraConfig
 from models.paths import expanded
 from models.simulated_devices import simulate_devices
+from models.unsupported_names import sentence_about
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 _SMALLEST_SHARD = 1e-6
@@ -31,8 +33,8 @@ class Devices:
 
     tensor: int = 0
     """Number of devices that share it; 0: as many of this machine's as divide the model."""
-    cpu_devices: int = 1
-    """Number of simulated devices on a machine without GPUs."""
+    cpu_devices: int | None = None
+    """Number of simulated devices on a machine without GPUs; default: that in XLA_FLAGS, or 1."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def main(arguments: Sequence[str]) -> None:
         Generate: run_generate,
     }
     try:
-        _simulate(command.devices.cpu_devices)
+        simulate_devices("devices.cpu_devices", command.devices.cpu_devices, default=1)
         runs[type(command)](command)
     except (ValueError, ImportError, OSError) as error:
         Console(stderr=True).print(
@@ -136,7 +138,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """Describes an error; one of the operating system's with the file first."""
+    """Describes an error; one of the operating system's with the file first, and one about a
+    backend with its flag."""
+    if isinstance(error, UnsupportedSiteError):
+        return sentence_about(error, "implementation", ",".join(error.requested), "leave it out")
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}; give a path that can be read or written"
     return str(error)
@@ -335,16 +340,21 @@ def _mesh(config: LlamaConfig, devices: Devices, context: int = 1) -> jax.shardi
     count = jax.device_count()
     if not 0 <= devices.tensor <= count:
         raise ValueError(
-            f"devices.tensor={devices.tensor}: expected at most the {count} devices there are, or 0"
+            f"devices.tensor={devices.tensor}: expected at most {count}, the number of devices"
+            f" here, or 0{_how_to_simulate(devices.tensor)}"
         )
     least = max(devices.tensor, 1)
     if not 1 <= context <= count // least:
         raise ValueError(
-            f"devices.context={context}: expected 1 to {count // least}, as there are {count}"
-            f" devices, and devices.tensor={devices.tensor}"
+            f"devices.context={context}: expected 1 to {count // least}, as the number of devices"
+            f" here is {count}, and devices.tensor={devices.tensor}"
+            f"{_how_to_simulate(context * least)}"
         )
     return make_mesh(devices.tensor or most_devices(config, context), context)
 
 
-def _simulate(devices: int) -> None:
-    simulate_devices("devices.cpu_devices", devices)
+def _how_to_simulate(devices: int) -> str:
+    """The end of a sentence that asks for this number of devices; "" where none are simulated."""
+    if jax.default_backend() != "cpu" or devices <= jax.device_count():
+        return ""
+    return f"; on a CPU, --devices.cpu-devices {devices} simulates {devices}"

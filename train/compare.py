@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from models.simulated_devices import simulate_devices
-from train.config.config import Config
+from train.config.config import SIMULATED_DEVICES, Config
 from train.log.metrics import Record
 from train.memory.device_memory import set_memory_fraction
 from train.run.command_line import announce, parse, refusing
 from train.run.loop import train
 from train.run.setup import prepare
+from train.run.unsupported_flags import naming_flags
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -64,11 +65,12 @@ def main(arguments: Sequence[str]) -> None:
                     f"{field}={' and '.join(map(str, dict.fromkeys(values)))}: expected the same in"
                     " all variants"
                 )
-        simulate_devices("cpu_devices", configs["a"].cpu_devices)
+        simulate_devices("cpu_devices", configs["a"].cpu_devices, SIMULATED_DEVICES)
         curves = {}
         for name, config in configs.items():
             console.rule(f"{name}: {' '.join(changes[name])}")
-            curves[name] = _curve(name, config, console, variants.verbose)
+            with naming_flags(config):
+                curves[name] = _curve(name, config, console, variants.verbose)
     first = curves.pop("a")
     for name, curve in curves.items():
         console.rule("comparison" if len(curves) == 1 else f"comparison of a and {name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 from benchmarks.comparison.communication import AXIS
+from models.simulated_devices import are_devices_simulated
 
 #: As many as the node has that most reports are of; one would have nothing to communicate with.
 _SIMULATED = 4
@@ -70,10 +70,8 @@ def choose_platform(settings: Settings) -> None:
     """Tells JAX which devices to use. Must be called before JAX looks for devices."""
     if settings.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
-        simulated = jax.config.values["jax_num_cpu_devices"]  # -1 where it was not given.
-        is_given = simulated >= 0 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-        wanted = settings.devices or (0 if is_given else _SIMULATED)
-        if wanted and simulated < wanted:
+        wanted = settings.devices or (0 if are_devices_simulated() else _SIMULATED)
+        if wanted and jax.config.values["jax_num_cpu_devices"] < wanted:
             jax.config.update("jax_num_cpu_devices", wanted)
 
 

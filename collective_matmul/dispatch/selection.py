@@ -31,15 +31,19 @@ from collective_matmul.transport import described_transport
 
 
 class UnsupportedSiteError(ValueError):
-    """None of the backends that were requested by name can execute a site.
+    """None of the backends that were requested by name can execute an op.
+
+    A program that takes these names from its own user can say with them what to change.
 
     Attributes:
+      op: the name of the op, such as "all_gather_matmul".
+      requested: the names, best first.
       reason: the reasons, without the advice in the message.
     """
 
-    def __init__(self, message: str, reason: str):
+    def __init__(self, message: str, op: str, requested: Sequence[str], reason: str):
         super().__init__(message)
-        self.reason = reason
+        self.op, self.requested, self.reason = op, tuple(requested), reason
 
 
 _reference_alone: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -170,6 +174,8 @@ def _first_supported(assessments: Assessments, requested: Sequence[str]) -> _Cho
     raise UnsupportedSiteError(
         f"{assessments.site.backends.argument}={named!r}: {reason}; for {assessments.site}; pass"
         f" {(*requested, REFERENCE)} to use the first that can, or None to choose per shape",
+        assessments.site.op,
+        requested,
         "; ".join(reasons),
     )
 

@@ -110,7 +110,7 @@ def tune(
     _check(sites, found)
     # They are measured on these devices, whichever they were found on.
     sites = [_moved_by(transport_between(found), site) for site in sites]
-    _check_place(found[0], path)
+    check_place(found[0], path)
     kind = found[0].device_kind
     tuner = _Tuner(
         devices=found,
@@ -215,14 +215,26 @@ def _check(sites: Sequence[Request], devices: Sequence[Any]) -> None:
             )
 
 
-def _check_place(device: Any, path: str | os.PathLike | None) -> None:
-    """Raises ValueError where times of a CPU would decide about this user's later programs."""
+def check_place(
+    device: Any,
+    path: str | os.PathLike | None,
+    argument: str = "path",
+    advice: str = "give it a path of its own",
+) -> None:
+    """Raises ValueError where times of a CPU would decide about this user's later programs.
+
+    Args:
+      device: one of those that are measured.
+      path: the file of the table; None: that in the user's cache.
+      argument: the name of `path` for the user.
+      advice: how the user gives it.
+    """
     if device.platform == "gpu" or path is not None or os.environ.get(table_files.CACHE_VARIABLE):
         return
     raise ValueError(
-        f"path=None: the devices are of {device.device_kind}, where nothing runs under a matmul,"
-        " and later programs would use their table; give it a path of its own (--output or"
-        f" --tune-table of the commands), or set {table_files.CACHE_VARIABLE}"
+        f"{argument}=None: the devices are of {device.device_kind}, where nothing runs under a"
+        f" matmul, and later programs would use their table; {advice}, or set"
+        f" {table_files.CACHE_VARIABLE}"
     )
 
 

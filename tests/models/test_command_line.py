@@ -23,9 +23,8 @@ from train.data.tokenizer import read_tokenizer
 
 
 @pytest.fixture
-def commands(monkeypatch):
+def commands():
     """`python -m models` in this process, whose devices are there already."""
-    monkeypatch.setattr("models.command_line._simulate", lambda devices: None)
     return main
 
 
@@ -171,10 +170,22 @@ def test_words_of_sentence_piece_keep_their_space_and_bytes_are_printed_once(
         (["--prompt", "x", "--devices.context", "0"], "devices.context=0: expected 1 to 8, as"),
         (
             ["--prompt", "x", "--devices.context", "5", "--devices.tensor", "2"],
-            "devices.context=5: expected 1 to 4, as there are 8 devices, and devices.tensor=2",
+            "devices.context=5: expected 1 to 4, as the number of devices here is 8, and"
+            " devices.tensor=2; on a CPU, --devices.cpu-devices 10 simulates 10",
         ),
-        (["--prompt", "x", "--devices.tensor", "99"], "devices.tensor=99: expected at most the 8"),
+        (
+            ["--prompt", "x", "--devices.tensor", "99"],
+            "devices.tensor=99: expected at most 8, the number of devices here, or 0; on a CPU,"
+            " --devices.cpu-devices 99 simulates 99",
+        ),
+        (["--prompt", "x", "--devices.tensor", "-1"], "the number of devices here, or 0"),
         (["--prompt", "x", "--implementation", "rings"], "rings"),
+        (
+            ["--prompt", "x", "--implementation", "fused", "--devices.tensor", "2"],
+            "implementation='fused': fused is not possible: these kernels run on Hopper GPUs only;"
+            " in all_gather_matmul; give --implementation fused,xla to use the first that can, or"
+            " leave it out",
+        ),
     ],
 )
 def test_bad_input_is_a_sentence(commands, capsys, folder, arguments, sentence):

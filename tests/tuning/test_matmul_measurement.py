@@ -19,6 +19,7 @@ from collective_matmul.ops.matmul.checks import RecipeName
 from collective_matmul.ops.matmul.measured_program import Stack, StackOperands
 from collective_matmul.ops.matmul.request import Site
 from collective_matmul.ops.matmul.ring.backend import RINGS
+from models.families import PRESETS
 from tests.fp8_reference import SHIPPED_RECIPES
 
 DEVICES = 2
@@ -228,6 +229,22 @@ def test_few_rows_are_decoded() -> None:
     assert len([*model_requests.sites(["square"], [512], 4)]) == 6
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_layers_of_a_preset_are_those_of_its_model(name: str) -> None:
+    model = PRESETS[name]()
+    own, shared = (n * model.head_dim for n in (model.num_heads, model.num_key_value_heads))
+    expected = {
+        "query, key and value": (model.features, (own, shared, shared)),
+        "attention output": (own, (model.features,)),
+    }
+    if model.num_experts is None:
+        expected["gate and up"] = model.features, (model.hidden_features,) * 2
+        expected["up"] = model.features, (model.hidden_features,)
+        expected["down"] = model.hidden_features, (model.features,)
+    layers = model_requests.LAYERS[name]
+    assert {layer.name: (layer.contracted, layer.columns) for layer in layers} == expected
+
+
 def test_sizes_that_the_devices_do_not_divide_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"^layer 'up' with 9 rows: size 9 is not a positive multiple"
@@ -235,8 +252,10 @@ def test_sizes_that_the_devices_do_not_divide_are_refused() -> None:
         list(model_requests.sites(["tiny"], [9], 2))
     with pytest.raises(ValueError, match=r"size -8 is not a positive multiple of 2"):
         list(model_requests.sites(["tiny"], [-8], 2))
-    with pytest.raises(ValueError, match=r"^shapes='gpt': expected one of llama3-8b, "):
+    with pytest.raises(ValueError, match=r"^shapes='gpt': expected one of llama3-8b, .*, tiny$"):
         list(model_requests.sites(["gpt"], [8], 2))
+    with pytest.raises(ValueError, match=r"^shapes='llama3-9b': .*; did you mean llama3-8b\?$"):
+        list(model_requests.sites(["llama3-8b", "llama3-9b"], [8], 2))
     with pytest.raises(ValueError, match=r"^devices=1: expected at least 2, .*give --devices"):
         list(model_requests.sites(["tiny"], [8], 1))
     with pytest.raises(ValueError, match=r"^fp8='int8': expected None .*'tensorwise'"):

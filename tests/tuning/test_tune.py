@@ -366,6 +366,17 @@ def test_times_of_a_cpu_do_not_decide_about_later_programs(
     assert tune(SITES[:1], path=tmp_path / "own.jsonl").entries
 
 
+def test_the_command_without_gpus_asks_for_its_output(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.delenv("COLLECTIVE_MATMUL_CACHE_DIR")
+    with pytest.raises(SystemExit):
+        command.main(["tune", "--without-gpus", "--shapes", "debug"])
+    error = capsys.readouterr().err
+    assert "output=None: the devices are of cpu" in error and "add --output FILE" in error
+    assert bench.tried == []
+
+
 def test_several_processes_measure_sites_of_all_devices(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,9 +424,9 @@ def test_the_command_measures_the_layers_of_models(
     cache: Path, bench: Bench, tmp_path: Path
 ) -> None:
     path = tmp_path / "table.jsonl"
-    arguments = f"tune --shapes tiny --rows 16,32 --devices 4 --dtype float32 --output {path}"
+    arguments = f"tune --shapes debug --rows 16,32 --devices 4 --dtype float32 --output {path}"
     command.main([*arguments.split(), "--without-gpus"])
-    expected = {site.flat for site in model_requests.sites(["tiny"], [16, 32], 4, "float32")}
+    expected = {site.flat for site in model_requests.sites(["debug"], [16, 32], 4, "float32")}
     assert read(path).entries.keys() == expected
     assert bench.tried[0].rows == 4
 
@@ -433,8 +444,12 @@ def test_the_command_ends_with_a_sentence(
     cache: Path, bench: Bench, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit):
-        command.main(["tune", "--shapes", "tiny"])
+        command.main(["tune", "--shapes", "debug"])
     assert "JAX finds no GPU, only cpu devices" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["tune", "--shapes", "llama3-9b"])  # A name is wrong on every machine.
+    assert "shapes='llama3-9b': expected one of llama3-8b" in (error := capsys.readouterr().err)
+    assert "did you mean llama3-8b?" in error
     with pytest.raises(SystemExit):
         command.main(["tune", "--without-gpus", "--shapes", "gpt"])
     assert "shapes='gpt': expected one of llama3-8b" in capsys.readouterr().err
@@ -442,7 +457,7 @@ def test_the_command_ends_with_a_sentence(
         command.main(["tune", "--without-gpus", "--fp8", "int8"])
     assert "--fp8: invalid choice: 'int8'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        command.main(["tune", "--without-gpus", "--shapes", "tiny", "--devices", "1"])
+        command.main(["tune", "--without-gpus", "--shapes", "debug", "--devices", "1"])
     simulated = "XLA_FLAGS=--xla_force_host_platform_device_count=4"
     assert "devices=1: expected at least 2" in (error := capsys.readouterr().err)
     assert "--devices" in error and simulated in error

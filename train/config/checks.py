@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+from collections.abc import Set
 from pathlib import Path
 from typing import get_args
 
@@ -200,8 +201,16 @@ def _check_blocks(config: Config, sizes: MeshSizes) -> None:
             )
 
 
-def _check_adapters(lora: LoraConfig) -> None:
-    """Raises ValueError for a value that adapters cannot have, or that none would use."""
+def check_adapters(lora: LoraConfig, given: Set[str] = frozenset()) -> None:
+    """Checks the values of adapters, and that there are adapters to use them.
+
+    Args:
+      lora: the values.
+      given: fields that were set, even if to their defaults.
+
+    Raises:
+      ValueError: a value is none that adapters can have, or no adapters would use it.
+    """
     if lora.rank is not None and lora.rank > _LARGEST:
         raise ValueError(f"lora.rank={lora.rank}: expected at most {_LARGEST}")
     checked = dataclasses.replace(lora, rank=1 if lora.rank is None else lora.rank)
@@ -210,13 +219,16 @@ def _check_adapters(lora: LoraConfig) -> None:
     if lora.rank is not None:
         return
     for name, value in dataclasses.asdict(lora).items():
-        if value != getattr(LoraConfig(), name):
-            raise ValueError(f"lora.{name}={value!r}: expected lora.rank too; add --lora.rank")
+        if value != getattr(LoraConfig(), name) or name in given - {"rank"}:
+            raise ValueError(
+                f"lora.{name}={value!r}: expected lora.rank too; add --lora.rank, such as"
+                " --lora.rank 8"
+            )
 
 
 def _check_frozen(config: Config, sizes: MeshSizes) -> None:
     """Raises ValueError for what a run that trains only some parameters cannot do."""
-    _check_adapters(config.lora)
+    check_adapters(config.lora)
     training, base = Training(config.lora, config.freeze), config.lora.base_format
     if base is not None and (config.lora.rank is None or config.fp8 not in (None, base)):
         raise ValueError(

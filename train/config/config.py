@@ -17,6 +17,8 @@ from models.parameters.adapters import LoraConfig
 from models.parameters.fp8_layers import DEFAULT_FP8_LAYERS
 from train.config.optimizers import OptimizerConfig
 
+#: Devices of a run on a machine without GPUs that names no number.
+SIMULATED_DEVICES = 8
 #: ZeRO levels.
 Zero = Literal[0, 1, 2, 3]
 WeightGather = Literal["auto", "matmuls", "blocks"]
@@ -226,8 +228,8 @@ class Config:
     """FIRST:LAST, the steps to record with jax.profiler."""
     profile_dir: str = "profile"
     """Directory of the profile."""
-    cpu_devices: int = 8
-    """Number of simulated devices on a machine without GPUs."""
+    cpu_devices: int | None = None
+    """Number of simulated devices on a machine without GPUs; default: that in XLA_FLAGS, or 8."""
     print_config: bool = False
     """Print the configuration as JSON and stop."""
     dry_run: bool = False

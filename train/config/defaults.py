@@ -12,7 +12,7 @@ from flax import traverse_util
 from models.checkpoint.saved_checkpoint import find_checkpoint
 from models.parameters.adapters import Training
 from train.config.config import Config
-from train.config.model_folder import model_folder, with_model_of
+from train.config.model_folder import DEFAULT_PRESET, model_folder, with_model_of
 from train.config.presets import PRESETS
 
 #: Fields with fine-tuning defaults, by dotted name.
@@ -92,14 +92,15 @@ def usual_learning_rate(config: Config) -> float:
 
 
 def describe_defaults(config: Config) -> list[str]:
-    """The defaults of fine-tuning, or of the optimizer, that a new run has taken, as lines to
-    print, and a warning of a learning rate that is far from usual."""
+    """The defaults of a preset, of fine-tuning or of the optimizer that a new run has taken, as
+    lines to print, and a warning of a learning rate that is far from usual."""
     what, taken = config.optimizer.kind, of_optimizer(config)
     folder = model_folder(config)
     if folder is not None:
         what, taken = "fine-tuning", fine_tuning(config)
     now = traverse_util.flatten_dict(config.to_json(), sep=".")
-    lines = [
+    lines = describe_preset(config)
+    lines += [
         f"default for {what}: --{name.replace('_', '-')} {value}"
         for name, value in taken.items()
         if now[name] == value and not config.resume
@@ -118,6 +119,28 @@ def describe_defaults(config: Config) -> list[str]:
             " may diverge, or forget what the weights have learnt"
         )
     return lines
+
+
+def describe_preset(config: Config) -> list[str]:
+    """A line that says where the model comes from, if a preset and a folder each describe one, and
+    what the preset gives beside."""
+    folder = model_folder(config)
+    if folder is None or config.preset == DEFAULT_PRESET:
+        return []
+    usual, given, now = (
+        traverse_util.flatten_dict(each.to_json(), sep=".")
+        for each in (PRESETS[DEFAULT_PRESET](), PRESETS[config.preset](), config)
+    )
+    flags = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in given.items()
+        if value != usual[name] and value == now[name]
+        if name != "preset" and not name.startswith("model.")
+    ]
+    return [
+        f"the model is that of {folder}; --preset {config.preset} gives"
+        f" {', '.join(flags) or 'nothing'} and no model"
+    ]
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

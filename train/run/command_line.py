@@ -19,8 +19,8 @@ from rich.console import Console
 from models.choices import CHOICES
 from models.simulated_devices import simulate_devices
 from train.checkpoint.checkpoint import SaveError
-from train.config.checks import warnings_of
-from train.config.config import Config, MeshSizes
+from train.config.checks import check_adapters, warnings_of
+from train.config.config import SIMULATED_DEVICES, Config, MeshSizes
 from train.config.config_file import config_text, read_config
 from train.config.context import describe_context
 from train.config.counts import counted
@@ -55,6 +55,7 @@ from train.run.evaluation import evaluated_sequences
 from train.run.loop import NonFiniteError, train
 from train.run.setup import Setup, prepare
 from train.run.tuning import tune_step
+from train.run.unsupported_flags import naming_flags
 
 
 def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
@@ -62,34 +63,45 @@ def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
     with contextlib.ExitStack() as stack, refusing():
         arguments = current_arguments(arguments)
         config = parse(arguments)
-        if config.print_config:
-            print(config_text(with_model_of(config)))
-            return
-        set_memory_fraction()
-        # JAX's attention and optax mix dtypes, which the environment may forbid.
-        jax.config.update("jax_numpy_dtype_promotion", "standard")
-        simulate_devices("cpu_devices", config.cpu_devices)
-        if config.plan:
-            plain = _without(arguments, *CHOSEN)
-            _exit_unless(print_plan(with_model_of(config), plain, Console()))
-            return
-        if config.dry_run:
-            config = with_model_of(config)
-            devices, kind = _any_number(config), device_kind_of(config)
-            sizes = planned_mesh_sizes(config, devices, min(devices, GPUS_OF_A_NODE), kind)
-            _exit_unless(dry_run(config, sizes, Console()))
-            return
-        stack.enter_context(connected(config.distributed))
-        console = Console(quiet=not is_first())
-        if config.eval_only:
-            evaluate_only(config, console)
-            return
-        if config.tune:
-            tune_step(config, console)
-            return
-        setup = prepare(config)
-        announce(setup, console)
-        conclude(setup, train(setup, console, shutdown=shutdown), arguments, console)
+        with naming_flags(config):
+            _carry_out(config, arguments, stack, shutdown)
+
+
+def _carry_out(
+    config: Config,
+    arguments: Sequence[str],
+    stack: contextlib.ExitStack,
+    shutdown: Shutdown | None,
+) -> None:
+    """Does what a configuration asks for; `stack` ends the connection of its processes."""
+    if config.print_config:
+        print(config_text(with_model_of(config)))
+        return
+    set_memory_fraction()
+    # JAX's attention and optax mix dtypes, which the environment may forbid.
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    simulate_devices("cpu_devices", config.cpu_devices, SIMULATED_DEVICES)
+    if config.plan:
+        plain = _without(arguments, *CHOSEN)
+        _exit_unless(print_plan(with_model_of(config), plain, Console()))
+        return
+    if config.dry_run:
+        config = with_model_of(config)
+        devices, kind = _any_number(config), device_kind_of(config)
+        sizes = planned_mesh_sizes(config, devices, min(devices, GPUS_OF_A_NODE), kind)
+        _exit_unless(dry_run(config, sizes, Console()))
+        return
+    stack.enter_context(connected(config.distributed))
+    console = Console(quiet=not is_first())
+    if config.eval_only:
+        evaluate_only(config, console)
+        return
+    if config.tune:
+        tune_step(config, console)
+        return
+    setup = prepare(config)
+    announce(setup, console)
+    conclude(setup, train(setup, console, shutdown=shutdown), arguments, console)
 
 
 def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
@@ -100,7 +112,8 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     Flags and values of earlier releases are accepted, with a warning on stderr.
 
     Raises:
-      ValueError: for an unknown preset, or a file that is not a configuration.
+      ValueError: for an unknown preset, a file that is not a configuration, or settings of adapters
+        without their rank.
       SystemExit: after printing help, or an error in the arguments.
     """
     arguments = current_arguments(arguments)
@@ -119,8 +132,18 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
         return tyro.cli(Config, default=default, args=arguments, prog=program, registry=CHOICES)
 
     config = read({})
+    check_adapters(config.lora, _fields_given(arguments, "lora"))
     defaults = implied(config)
     return read(defaults) if defaults else config
+
+
+def _fields_given(arguments: Sequence[str], group: str) -> set[str]:
+    """The fields of a group that arguments set; a switch by the name that it has in the group."""
+    names = (argument.partition("=")[0].replace("-", "_") for argument in arguments)
+    start = f"__{group}."
+    return {
+        name.removeprefix(start).removeprefix("no_") for name in names if name.startswith(start)
+    }
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from collective_matmul import data
+from collective_matmul.dispatch.selection import UnsupportedSiteError
 from collective_matmul.hardware import traced_device
 from collective_matmul.log import warn_once
 from collective_matmul.ops.attention.cudnn_attention import CudnnAttention
@@ -24,6 +25,8 @@ from collective_matmul.ops.attention.kernel import AttentionKernel
 from collective_matmul.ops.attention.request import AttentionRequest
 from collective_matmul.ops.attention.xla_attention import XlaAttention
 
+#: The name of the op.
+OP = "dot_product_attention"
 MEASURES = "attention"
 #: All kernels by name, in the order in which they are tried where nothing was measured.
 KERNELS: Mapping[str, AttentionKernel] = {
@@ -164,9 +167,12 @@ def _requested(request: AttentionRequest, requested: Sequence[str]) -> Attention
             missing = KERNELS[name].missing_reason()
             return AttentionDecision(request, name, "requested", missing=missing)
     named = requested[0] if len(requested) == 1 else tuple(requested)
-    raise ValueError(
+    raise UnsupportedSiteError(
         f"implementation={named!r}: {'; '.join(reasons)}; for {request}; pass"
-        f" {(*requested, REFERENCE)} to use the first that can, or None to choose"
+        f" {(*requested, REFERENCE)} to use the first that can, or None to choose",
+        OP,
+        requested,
+        "; ".join(reasons),
     )
 
 

@@ -169,7 +169,7 @@ def missing_reason() -> str | None:
     found = {name: version for name in PACKAGES if (version := _version(name)) is not None}
     if not found or importlib.util.find_spec(_MODULE) is None:
         return (
-            f"it needs the package {PACKAGES[0]}: pip install 'collective-matmul[flash]'"
+            f"it needs the package {PACKAGES[0]}: pip install '.[flash]' in the repository"
             " (flash12 for CUDA 12)"
         )
     known = [name for name, version in found.items() if version in _VERSIONS]

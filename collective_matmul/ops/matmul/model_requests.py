@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,8 +24,6 @@ ROWS = (8192, 4096, 2048, 16384, 1024, 512, 32768, 256, 128, 64, 32, 16)
 #: layers all-reduce.
 DECODED_ROWS = 256
 
-_HEAD_SIZE, _KEY_VALUE_HEADS = 128, 8
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -36,22 +35,50 @@ class Layer:
     columns: tuple[int, ...]
 
 
-def _llama(features: int, hidden: int) -> tuple[Layer, ...]:
-    """The layers of a Llama 3 block. Fused weights count as several weights of one gather."""
-    shared = _KEY_VALUE_HEADS * _HEAD_SIZE
+def _attention(
+    features: int, heads: int, key_value_heads: int, head_size: int = 128
+) -> tuple[Layer, ...]:
+    """The layers beside an attention. Fused weights count as several weights of one gather."""
+    own, shared = heads * head_size, key_value_heads * head_size
+    return (
+        Layer("query, key and value", "gather", features, (own, shared, shared)),
+        Layer("attention output", "scatter", own, (features,)),
+    )
+
+
+def _block(
+    features: int, hidden: int, heads: int, key_value_heads: int, head_size: int = 128
+) -> tuple[Layer, ...]:
+    """The layers of a block of a Llama-style model without experts."""
     return (
         Layer("gate and up", "gather", features, (hidden, hidden)),
         Layer("down", "scatter", hidden, (features,)),
-        Layer("query, key and value", "gather", features, (features, shared, shared)),
-        Layer("attention output", "scatter", features, (features,)),
+        *_attention(features, heads, key_value_heads, head_size),
         Layer("up", "gather", features, (hidden,)),
     )
 
 
+#: The layers by name: of all presets of the trainer, and some more. Those of a model with experts
+#: are the layers beside its attention.
 LAYERS: dict[str, tuple[Layer, ...]] = {
-    "llama3-8b": _llama(4096, 14336),
-    "llama3-70b": _llama(8192, 28672),
-    "llama3-405b": _llama(16384, 53248),
+    "llama3-8b": _block(4096, 14336, 32, 8),
+    "llama3-70b": _block(8192, 28672, 64, 8),
+    "llama3-405b": _block(16384, 53248, 128, 8),
+    "llama3.2-1b": _block(2048, 8192, 32, 8, 64),
+    "llama3.2-3b": _block(3072, 8192, 24, 8),
+    "mistral-7b-v0.1": _block(4096, 14336, 32, 8),
+    "mistral-7b-v0.3": _block(4096, 14336, 32, 8),
+    "mixtral-8x7b": _attention(4096, 32, 8),
+    "qwen2.5-0.5b": _block(896, 4864, 14, 2, 64),
+    "qwen2.5-7b": _block(3584, 18944, 28, 4),
+    "qwen2.5-72b": _block(8192, 29568, 64, 8),
+    "qwen3-0.6b": _block(1024, 3072, 16, 8),
+    "qwen3-8b": _block(4096, 12288, 32, 8),
+    "qwen3-32b": _block(5120, 25600, 64, 8),
+    "qwen3-30b-a3b": _attention(2048, 32, 4),
+    "gpt-oss-20b": _attention(2880, 64, 8, 64),
+    "gpt-oss-120b": _attention(2880, 64, 8, 64),
+    "debug": _block(128, 384, 16, 8, 8),
     "llama3-heads": tuple(
         Layer(f"head of {features}", "gather", features, (128256,)) for features in (4096, 8192)
     ),
@@ -66,12 +93,21 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("up", "gather", 8192, (8192,)),
         Layer("down", "scatter", 8192, (8192,)),
     ),
-    # To try tuning itself.
+    # To try tuning itself, and benchmarks, in seconds.
     "tiny": (
         Layer("up", "gather", 16, (32, 32)),
         Layer("down", "scatter", 32, (16,)),
     ),
 }
+
+
+def check_shapes(names: Sequence[str]) -> None:
+    """Raises ValueError, with the nearest name, for one that is not in `LAYERS`."""
+    for name in names:
+        if name not in LAYERS:
+            near = difflib.get_close_matches(name, LAYERS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"shapes={name!r}: expected one of {', '.join(LAYERS)}{hint}")
 
 
 def sites(
@@ -100,9 +136,7 @@ def sites(
             f"devices={devices}: expected at least 2, since one communicates with nobody;"
             f" give --devices; {how_to_simulate(4)}"
         )
-    for name in shapes:
-        if name not in LAYERS:
-            raise ValueError(f"shapes={name!r}: expected one of {', '.join(LAYERS)}")
+    check_shapes(shapes)
     checks.fp8(fp8)
     for m in rows:
         for name in shapes:

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.measuring import settings
 from benchmarks.measuring.settings import Settings, choose_platform
+from models import simulated_devices
 
 FLAG = "--xla_force_host_platform_device_count=2"
 
@@ -30,7 +31,8 @@ def test_devices_are_simulated_unless_the_user_has_configured_a_number(
 ) -> None:
     values: dict[str, Any] = {"jax_num_cpu_devices": configured}
     config = SimpleNamespace(values=values, update=values.__setitem__)
-    monkeypatch.setattr(settings, "jax", SimpleNamespace(config=config))
+    for module in (settings, simulated_devices):
+        monkeypatch.setattr(module, "jax", SimpleNamespace(config=config))
     monkeypatch.setenv("XLA_FLAGS", flags)
     choose_platform(Settings(platform="cpu", devices=asked))
     assert values == {"jax_platforms": "cpu", "jax_num_cpu_devices": simulated}

@@ -55,8 +55,7 @@ def test_logits_are_those_of_the_library():
     assert np.max(np.abs(found - EXPECTED["logits"])) < 1e-4 * np.max(np.abs(EXPECTED["logits"]))
 
 
-def test_an_export_has_the_numbers_and_says_that_they_are_not_quantized(tmp_path, monkeypatch):
-    monkeypatch.setattr("models.command_line._simulate", lambda devices: None)
+def test_an_export_has_the_numbers_and_says_that_they_are_not_quantized(tmp_path):
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
     main(["import", str(DATA / "model"), str(checkpoint)])
     main(["export", str(checkpoint), str(out)])

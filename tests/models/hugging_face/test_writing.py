@@ -36,9 +36,8 @@ def assert_same(written: ModelFolder, original: ModelFolder) -> None:
 
 
 @pytest.fixture
-def commands(monkeypatch):
+def commands():
     """`python -m models` in this process, whose devices are there already."""
-    monkeypatch.setattr("models.command_line._simulate", lambda devices: None)
     return main
 
 

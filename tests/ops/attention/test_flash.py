@@ -142,7 +142,7 @@ def test_reasons_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     here = {"dew-flash-attn-cu13": "0.3.6"}
     assert "needs jax 0.11.2 or newer, and this is 0.10.2" in str(reason("0.10.2", here))
-    assert "pip install 'collective-matmul[flash]'" in str(reason("0.12.0", {}))
+    assert "pip install '.[flash]' in the repository" in str(reason("0.12.0", {}))
     other = reason("0.12.0", {"dew-flash-attn-cu12": "0.4.0"})
     assert other == "it needs dew-flash-attn-cu12 0.3.6, and 0.4.0 is installed"
     assert reason("0.12.0", here) is None

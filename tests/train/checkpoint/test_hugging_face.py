@@ -44,8 +44,7 @@ def test_every_mesh_and_layout_begins_with_the_same_weights(tmp_path):
     np.testing.assert_allclose(first, first[0], rtol=1e-5)
 
 
-def test_a_fine_tuned_model_is_exported_and_a_run_is_resumed(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("models.command_line._simulate", lambda devices: None)
+def test_a_fine_tuned_model_is_exported_and_a_run_is_resumed(capsys, tmp_path):
     saved = ["--checkpoint-dir", str(tmp_path / "saved"), "--mesh.tensor", "2", "--mesh.data", "1"]
     main([*RUN, "--init-from", str(DATA / "mistral"), "--steps", "2", *saved])
     # Neither the model nor the tokenizer has to be named again.
@@ -67,8 +66,7 @@ def test_a_fine_tuned_model_is_exported_and_a_run_is_resumed(capsys, tmp_path, m
 
 
 @pytest.mark.exhaustive
-def test_a_model_with_experts_is_fine_tuned_alike_on_meshes_and_exported(tmp_path, monkeypatch):
-    monkeypatch.setattr("models.command_line._simulate", lambda devices: None)
+def test_a_model_with_experts_is_fine_tuned_alike_on_meshes_and_exported(tmp_path):
     of_meshes = []
     for number, flags in enumerate(
         ("--mesh.tensor 2 --mesh.fsdp 2 --zero 3", "--mesh.tensor 1 --mesh.data 2 --scan-layers 1")

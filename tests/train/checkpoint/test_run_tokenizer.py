@@ -33,9 +33,8 @@ END = 259
 
 
 @pytest.fixture
-def models(monkeypatch):
+def models():
     """`python -m models` in this process, whose devices are there already."""
-    monkeypatch.setattr("models.command_line._simulate", lambda devices: None)
     return command_line.main
 
 

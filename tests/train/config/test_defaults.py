@@ -15,7 +15,7 @@ from models.hugging_face import ModelFolder
 from models.hugging_face.writing import keep_origin
 from tests.models.hugging_face.folders import DATA
 from train.config.config import Config, MeshSizes
-from train.config.defaults import describe_defaults, fine_tuning
+from train.config.defaults import describe_defaults, describe_preset, fine_tuning
 from train.config.model_folder import model_name, with_model_of
 from train.config.presets import PRESETS
 from train.parallel.model import ModelFunctions
@@ -134,6 +134,18 @@ def test_a_resumed_run_keeps_the_rate_and_the_length_that_it_had(tmp_path: Path)
     assert (config.optimizer, config.sequence_length) == (began.optimizer, began.sequence_length)
     assert describe_defaults(with_model_of(config))[:-1] == []
     assert parsed(f"{resume} --optimizer.learning-rate 1e-4").optimizer.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize("batch", ["", "--batch-size 4"])
+def test_a_preset_beside_a_folder_says_what_it_gives(batch: str):
+    folder = DATA / "qwen3"
+    named = f"--init-from {shlex.quote(str(folder))}"
+    config = with_model_of(parsed(f"{named} --preset llama3-8b {batch}"))
+    given = "--steps 1000, " + "--batch-size 8, " * (not batch) + "--log-interval 10"
+    sentence = f"the model is that of {folder}; --preset llama3-8b gives {given} and no model"
+    assert describe_defaults(config)[0] == sentence
+    for one in (named, "--preset llama3-8b"):
+        assert describe_preset(with_model_of(parsed(one))) == []
 
 
 def test_fine_tuning_defaults_are_printed_and_a_high_rate_is_questioned():

@@ -276,9 +276,23 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--overlap sometimes", "overlap='sometimes': expected auto, rewrite, rewrite-jit, or"
          " one or several of xla, ring, ring_two_way, ring_direct, one_shot, fused, separated by"),
         ("--overlap ring,sometimes", "overlap='ring,sometimes': expected auto, rewrite"),
+        ("--overlap fused", "overlap='fused': fused is not possible: these kernels run on Hopper"
+         " GPUs only; in all_gather_matmul; give --overlap fused,xla to use the first that can, or"
+         " --overlap auto"),
+        ("--overlap fused,one_shot", "give --overlap fused,one_shot,xla to use the first that can"),
+        ("--mesh.data 1 --mesh.context 4 --context-attention ulysses --model.num-heads 2"
+         " --model.num-key-value-heads 2", "context_attention='ulysses': ulysses is not possible:"),
+        ("--attention flash3", "attention='flash3': flash3 is not possible: it runs on Hopper GPUs,"
+         " and this is cpu; give --attention auto"),
         ("--fp8 tensorwise --overlap rewrite", "would not be those of this recipe; choose"),
         ("--fp8 rowwise --fp8-layers mlp", "'mlp' matches none of the layers layers.att"),
         ("--fp8-layers head", "fp8_layers='head': expected fp8 too; add --fp8, such"),
+        ("--lora.alpha 32", "lora.alpha=32.0: expected lora.rank too; add --lora.rank, such as"),
+        # Who sets a default means adapters all the same.
+        ("--lora.alpha 16", "lora.alpha=16.0: expected lora.rank too; add --lora.rank, such as"),
+        ("--lora.targets=all-linear --plan", "lora.targets='all-linear': expected lora.rank too"),
+        ("--lora.no-rslora --dry-run", "lora.rslora=False: expected lora.rank too; add"),
+        ("--lora.base_format None", "lora.base_format=None: expected lora.rank too; add"),
         ("--sequence-length 1000000", "fewer"),
     ],
 )  # fmt: skip
@@ -373,6 +387,7 @@ def test_compare_verbose_prints_every_step(capsys):
         (["--dry-run", "--a", "seed=0", "--b", "seed=1"], "dry_run: comparing trains all"),
         (["--a", "seed=0", "--a", "steps=4", "--b", "seed=1"], "--a given 2 times"),
         (["--log-file", "x", "--a", "seed=0", "--b", "seed=1"], "comparing keeps no files"),
+        (["--a", "seed=0", "--b", "overlap=fused"], "give --overlap fused,xla to use the first"),
     ],
 )
 def test_compare_refuses_in_a_sentence(capsys, arguments, sentence):
