@@ -29,6 +29,7 @@ from train.parallel.mesh import make_abstract_mesh
 from train.parallel.model import ModelFunctions, describe_trained
 from train.parallel.zero import describe_zero
 from train.plan.communication import GPUS_OF_A_NODE
+from train.plan.memory_estimate import predict_memory
 from train.plan.mesh_choice import describe_faster_mesh
 from train.plan.run import attention_kernel, attention_of, predict_run
 from train.step import sharded_step
@@ -86,7 +87,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     sentence = verdict(memory.total, limit, kind)
     fits = limit is None or memory.total <= usable(limit)
     if limit is not None and not fits:
-        sentence += f": {advice(config, mesh, memory, usable(limit), GPUS_OF_A_NODE)}"
+        sentence += f": {advice(config, mesh, memory, usable(limit), GPUS_OF_A_NODE, _estimate)}"
     console.print(sentence, highlight=False, soft_wrap=True)
 
     if sizes.context == 1:  # Else it is one of the ops of the table below.
@@ -121,6 +122,14 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     return fits
+
+
+def _estimate(config: Config, sizes: MeshSizes) -> float:
+    """About the bytes of a run, without tracing it; 0 if that is not known."""
+    try:
+        return predict_memory(config, sizes).total
+    except ValueError:
+        return 0.0
 
 
 def device_kind_of(config: Config) -> str:

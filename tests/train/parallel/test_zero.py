@@ -10,13 +10,15 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from models.parameters.use import used
 from tests.ops.matmul.ring.test_program_structure import equations
 from train.config import presets
 from train.config.checks import check
-from train.config.config import MeshConfig, MeshSizes
+from train.config.config import Config, MeshConfig, MeshSizes
+from train.memory import step_memory
 from train.memory.step_memory import Memory, advice, memory_of
 from train.optimizer.optimizer import make_optimizer
 from train.optimizer.state import state_on_mesh
@@ -310,6 +312,28 @@ def test_memory_and_advice_are_for_the_devices_of_a_process():
     # It fits as it is.
     told = advice(config, mesh, found, found.total, local_devices=8)
     assert told.endswith(f"takes {found.total:,} bytes")
+
+
+def test_advice_traces_no_run_that_is_estimated_as_far_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model of many layers takes half a minute."""
+    traced = []
+
+    def counted(config: Config, mesh: AbstractMesh, **options: Any) -> Memory:
+        traced.append(config.remat)
+        return memory_of(config, mesh, **options)
+
+    monkeypatch.setattr(step_memory, "memory_of", counted)
+    config, mesh = dataclasses.replace(TINY, batch_size=4), make_abstract_mesh(MeshSizes(tensor=2))
+    memory = memory_of(config, mesh)
+    full = memory_of(dataclasses.replace(config, remat="full"), mesh).total
+    estimates = {"full": 1.3 * full, "none": 1.5 * full}
+    told = advice(
+        config, mesh, memory, full, estimate=lambda run, _: estimates.get(run.remat, 2.0 * full)
+    )
+    assert told == f"it fits with --remat full, and then takes {full:,} bytes"
+    assert traced == ["full"]
 
 
 def test_unknown_levels_are_refused():
