@@ -27,9 +27,9 @@ from train.run.setup import Setup
 _WITHOUT_INFLUENCE = (
     "base", "checkpoint_dir", "config", "cpu_devices", "device", "devices", "distributed",
     "eval_batches", "eval_data", "eval_interval", "eval_only", "eval_text", "init_from",
-    "log_file", "log_interval", "max_to_keep", "mesh_sizes", "plan", "plan_network", "profile", "profile_dir",
-    "resume", "resume_step", "save_interval", "tensorboard", "tune", "tune_table", "verbose", "wandb",
-    "wandb_run_id",
+    "log_file", "log_interval", "max_to_keep", "mesh_sizes", "plan", "plan_network",
+    "profile", "profile_dir", "resume", "resume_step", "save_interval", "tensorboard", "tune",
+    "tune_table", "verbose", "wandb", "wandb_run_id",
 )  # fmt: skip
 
 
