@@ -82,7 +82,8 @@ class _Step:
         layers = shapes.model.num_layers
         blocks = (self.block_after(done) for done in {min(1, layers - 1), layers - 1})
         most = max((self.head(), *blocks, self.end()), key=sum)
-        most = most._replace(activations=most.activations + sums_of_attention(shapes))
+        added = sums_of_attention(shapes) + self.copied_frozen_weights
+        most = most._replace(activations=most.activations + added)
         return MemoryEstimate(parameters, moments, *most)
 
     @property
@@ -182,6 +183,16 @@ class _Step:
             return 0.0
         rows = sum(linear.weights for linear in shapes.block if not linear.gathers)
         return 4 * (shapes.model.num_layers * rows / shapes.weight_shards + shapes.block_weights)
+
+    @property
+    def copied_frozen_weights(self) -> float:
+        """Bytes of the copies of frozen shards that XLA makes before a loop over microbatches, for
+        the gathers of matmuls that divide another dimension than the first."""
+        shapes = self.shapes
+        gathers = shapes.zero == 3 and gathers_in_matmuls(shapes) and shapes.sizes.tensor > 1
+        if not (gathers and self.accumulates and shapes.training.freezes):
+            return 0.0
+        return shapes.model.num_layers * shapes.frozen_block_bytes / shapes.weight_shards
 
     @property
     def saved_weights(self) -> float:

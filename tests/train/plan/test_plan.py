@@ -622,6 +622,13 @@ FROZEN: dict[str, tuple[int, MeshSizes, dict[str, Any], float]] = {
     "ZeRO 1": (4, MeshSizes(fsdp=4), {"lora": ADAPTERS, "zero": 1}, 1.05),
     # The table of the head is gathered beside the logits in the plan, and before in the dry run.
     "ZeRO 3": (4, MeshSizes(fsdp=4), {"lora": ADAPTERS, "zero": 3}, 1.30),
+    # A loop over microbatches has copies of the shards.
+    "ZeRO 3, microbatches": (
+        8,
+        MeshSizes(fsdp=2, tensor=2),
+        {"lora": ADAPTERS, "zero": 3, "remat": "dots", "gradient_accumulation_steps": 2},
+        1.05,
+    ),
     "ZeRO 3, 8 bits": (4, MeshSizes(fsdp=2, tensor=2), {"lora": IN_8_BITS, "zero": 3}, 1.05),
     "two layers": (2, TENSOR, {"lora": LoraConfig(rank=16, targets="q_proj,v_proj")}, 1.15),
     "frozen by name": (2, TENSOR, {"freeze": "embedding,layers.attention.*"}, 1.05),
