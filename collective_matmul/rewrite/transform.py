@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -225,7 +226,7 @@ def shows_communication(program: Any) -> bool:
 
 
 def _name(fun: Callable) -> str:
-    return getattr(fun, "__qualname__", None) or repr(fun)
+    return getattr(fun, "__qualname__", None) or textwrap.shorten(repr(fun), 80, placeholder=" …")
 
 
 class _Traced:

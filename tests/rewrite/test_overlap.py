@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -355,3 +356,16 @@ def test_a_summed_constant_beside_sites_keeps_its_value(
     expected, actual = jax.jit(plain)(x, w), jax.jit(overlap(plain, require=2))(x, w)
     for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_shows_nothing_is_named_in_few_words(caplog: pytest.LogCaptureFixture) -> None:
+    class Model:
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return 2 * x
+
+        def __repr__(self) -> str:
+            return "Model(\n" + "  layer\n" * 100 + ")"
+
+    overlap(Model())(jnp.ones(2))
+    (message,) = [each for each in caplog.messages if "changes nothing" in each]
+    assert re.match(r"overlap changes nothing in Model\( layer .{,70} …: \S", message)

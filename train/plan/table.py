@@ -134,7 +134,10 @@ def machine_of(config: Config) -> tuple[Machine, AttentionDecision]:
     """
     here = _is_here(config)
     if config.devices is None and not here:
-        raise ValueError("devices: expected the number of GPUs that the plan is for; add --devices")
+        kind = "" if config.device else f", and --device if they are not {_gpu_of(config)}"
+        raise ValueError(
+            f"devices: expected the number of GPUs that the plan is for; add --devices{kind}"
+        )
     check_planned_machine(config)
     if here:
         device = jax.local_devices()[0]

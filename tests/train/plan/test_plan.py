@@ -447,6 +447,9 @@ def test_a_plan_needs_to_know_its_machine(capsys) -> None:
         with pytest.raises(SystemExit):
             main(["--plan", "--preset", "llama3-8b", "--device", "H100", *arguments])
         assert sentence in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--plan", "--preset", "llama3-8b"])
+    assert "add --devices, and --device if they are not H200" in capsys.readouterr().err
 
 
 def test_predicted_beside_measured() -> None:
