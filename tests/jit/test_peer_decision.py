@@ -329,7 +329,10 @@ def test_with_them_the_reference_takes_what_xla_hides_elsewhere(
         assert other.seconds - one.seconds == pytest.approx(expected)
 
 
-AUTO_AXIS = "may add collectives that the program does not show"
+AUTO_AXIS = (
+    "may add collectives that the program does not show; where it adds few, peer_kernels=True may"
+    " be faster: measure both"
+)
 
 
 def test_work_outside_shard_map_that_the_compiler_divides() -> None:
