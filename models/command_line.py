@@ -181,7 +181,11 @@ def run_export(command: Export) -> None:
             f" {_SMALLEST_SHARD:g}"
         )
     check_empty(expanded(command.directory))
-    saved = find_checkpoint(command.checkpoint)
+    try:
+        saved = find_checkpoint(command.checkpoint)
+    except ValueError:
+        _check_no_folder(command)
+        raise
     config = config_from_json(saved.configuration()["model"])
     # A vocabulary that was saved cannot be padded any more.
     if config.padded_vocabulary_size is None:
@@ -202,6 +206,21 @@ def run_export(command: Export) -> None:
         write(command.directory, config, params, **options)
     print(f"{command.directory}: {saved.path}")
     _print_next_steps(command.directory, chat=saved.configuration().get("chat", False))
+
+
+def _check_no_folder(command: Export) -> None:
+    """Raises ValueError, with the commands to give instead, for a Hugging Face folder."""
+    from models.hugging_face import ModelFolder
+
+    if not ModelFolder.is_one(command.checkpoint):
+        return
+    adapter = [] if command.adapter is None else ["--adapter", command.adapter]
+    make = shlex.join(["python", "-m", "models", "import", command.checkpoint])
+    export = shlex.join([command.directory, *adapter])
+    raise ValueError(
+        f"checkpoint={command.checkpoint!r}: a Hugging Face folder, and not a checkpoint; make one"
+        f" with `{make} CHECKPOINT`, and export that: `python -m models export CHECKPOINT {export}`"
+    )
 
 
 def _export_adapter(command: Export, saved: Any, config: LlamaConfig, lora: LoraConfig) -> None:

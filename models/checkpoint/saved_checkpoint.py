@@ -23,7 +23,7 @@ from flax import traverse_util
 from models.checkpoint.checksums import checksums, json_checksum
 from models.checkpoint.earlier_releases import trained_configuration
 from models.checkpoint.layer_layout import move_layout, other_layout, same_layout
-from models.paths import expanded
+from models.paths import check_folder, expanded
 
 PREFIX = "step"
 JSON_ITEMS = ("data_position", "configuration")
@@ -220,27 +220,26 @@ class SavedCheckpoint:
         return ValueError(f"{self.path}: this checkpoint is damaged: {reason}; {advice}")
 
 
-def find_checkpoint(path: str | Path) -> SavedCheckpoint:
+def find_checkpoint(
+    path: str | Path, expected: str = "a directory of checkpoints, or one step_N in it"
+) -> SavedCheckpoint:
     """The checkpoint that a path names: a folder ``step_N``, or the newest in a directory of them.
+
+    Args:
+        path: the path.
+        expected: what may be given, for the error message.
 
     Raises:
         ValueError: there is none.
     """
+    check_folder(path, expected)
     # `Path.resolve` raises RuntimeError for a circle of links.
     folder = Path(os.path.realpath(expanded(path)))
     if _step_of(folder.name) is not None and _is_whole(folder):
         return SavedCheckpoint(folder)
     steps = whole_steps(folder)
-    if not os.path.lexists(folder):
-        raise ValueError(
-            f"{str(path)!r}: does not exist; give a directory of checkpoints, one step_N in it, or"
-            " a folder in Hugging Face's format, which `hf download` makes of a name on the hub"
-        )
     if not steps:
-        raise ValueError(
-            f"{str(path)!r}: holds no checkpoint; give a directory of checkpoints, or one step_N"
-            " in it"
-        )
+        raise ValueError(f"{str(path)!r}: holds no checkpoint; give {expected}")
     return SavedCheckpoint(folder / f"{PREFIX}_{steps[-1]}")
 
 

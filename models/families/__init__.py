@@ -72,11 +72,17 @@ def read_config(values: Mapping[str, Any]) -> LlamaConfig:
     kind, architectures = values.get("model_type"), values.get("architectures")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None or not _is_of(architectures, family.architecture):
-        first = architectures[:1] if isinstance(architectures, list) else [architectures]
-        known = ", ".join(family.architecture for family in FAMILIES.values())
+        listed = architectures if isinstance(architectures, list) else [architectures]
+        first = listed[0] if listed else None
+        types = {family.architecture: family.name for family in FAMILIES.values()}
+        if isinstance(first, str) and first in types and kind in (None, *FAMILIES):
+            raise ValueError(
+                f"config.json: model_type={shown(kind)}: expected {types[first]!r} with"
+                f" architectures={first!r}; write it into the file"
+            )
         raise ValueError(
-            f"config.json: architectures={shown(first[0] if first else None)} with"
-            f" model_type={shown(kind)} is not known; expected one of {known}"
+            f"config.json: architectures={shown(first)} with model_type={shown(kind)} is not known;"
+            f" expected one of {', '.join(types)}"
         )
     known_values = ConfigValues(values, family.keys, ignored=WITHOUT_INFLUENCE)
     fields = common_fields(known_values) | family.read(known_values)

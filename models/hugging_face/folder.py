@@ -19,7 +19,7 @@ from models.hugging_face.tensor_files import INDEX, WEIGHTS, TensorFiles
 from models.hugging_face.tensor_names import EMBEDDING, HEAD, tensors
 from models.hugging_face.tokenizer import TokenizerError, parse_tokenizer
 from models.log import warn_once
-from models.paths import expanded
+from models.paths import check_folder, expanded
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 #: What a tokenizer may consist of.
@@ -44,13 +44,14 @@ class ModelFolder:
       path: the folder.
 
     Raises:
-      ValueError: config.json is missing or describes a model that is not supported; there is no
-        safetensors file, or one is damaged; tensors are missing, not expected, of another shape or
-        of a dtype that is not floating; a file is outside the folder.
+      ValueError: there is no such folder; config.json is missing or describes a model that is not
+        supported; there is no safetensors file, or one is damaged; tensors are missing, not
+        expected, of another shape or of a dtype that is not floating; a file is outside the folder.
       ImportError: the package safetensors is not installed.
     """
 
     def __init__(self, path: str | Path):
+        check_folder(path, "a folder as Hugging Face's library saves it")
         self.path = real_path(path)
         described = _described(self.path)
         # Before anything is loaded, since they are copied at the end.
@@ -68,6 +69,11 @@ class ModelFolder:
         return os.path.lexists(expanded(path) / CONFIG)
 
     @staticmethod
+    def has_weights(path: str | Path) -> bool:
+        """Whether such a folder has more than a description of its model."""
+        return any(os.path.lexists(expanded(path) / name) for name in (WEIGHTS, INDEX))
+
+    @staticmethod
     def config_of(path: Path) -> LlamaConfig:
         """The model of a folder, with weights or without.
 
@@ -75,7 +81,7 @@ class ModelFolder:
           ValueError: config.json is missing, cannot be read, or describes a model that is not
             supported; or there are weights, and the folder cannot be used.
         """
-        if any(os.path.lexists(path / name) for name in (WEIGHTS, INDEX)):
+        if ModelFolder.has_weights(path):
             return ModelFolder(path).config
         return _described(path)
 

@@ -226,3 +226,29 @@ def test_a_checkpoint_in_place_of_a_folder_is_answered_with_the_commands_to_give
         error = " ".join(capsys.readouterr().err.split())
         assert f"with `python -m models export '{source}' FOLDER`" in error
         assert generate in error
+
+
+@pytest.mark.parametrize("command", ["generate --prompt x", "import OUT", "export OUT"])
+def test_a_path_without_a_folder_is_a_sentence(commands, capsys, tmp_path, command):
+    (tmp_path / "file").touch()
+    for name, sentence in (
+        ("file", "is a file; give its folder"),
+        ("gone", "does not exist; give"),
+    ):
+        path, (kind, *rest) = tmp_path / name, command.replace("OUT", str(tmp_path / "out")).split()
+        with pytest.raises(SystemExit):
+            commands([kind, str(path), *rest])
+        assert f"error: '{path}': {sentence}" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("adapter", [[], ["--adapter", "formal"]], ids=["", "adapter"])
+def test_a_folder_in_place_of_a_checkpoint_is_answered_with_the_commands_to_give(
+    commands, capsys, tmp_path, folder, adapter
+):
+    out = str(tmp_path / "out")
+    with pytest.raises(SystemExit):
+        commands(["export", str(folder.path), out, *adapter])
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"checkpoint='{folder.path}': a Hugging Face folder, and not a checkpoint" in error
+    assert f"`python -m models import {folder.path} CHECKPOINT`" in error
+    assert f"`{' '.join(['python -m models export CHECKPOINT', out, *adapter])}`" in error

@@ -11,6 +11,7 @@ import jax
 
 from models.checkpoint.saved_checkpoint import find_checkpoint
 from models.hugging_face import ModelFolder, load
+from train.config.model_folder import WEIGHTS
 
 
 class InitialWeights(Protocol):
@@ -59,4 +60,4 @@ def find_weights(path: str) -> InitialWeights:
     Raises:
       ValueError: there are none, or they are damaged.
     """
-    return _FolderWeights(path) if ModelFolder.is_one(path) else find_checkpoint(path)
+    return _FolderWeights(path) if ModelFolder.is_one(path) else find_checkpoint(path, WEIGHTS)

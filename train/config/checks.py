@@ -20,6 +20,7 @@ from train.config.context import check_context
 from train.config.counts import counted
 from train.config.experts import check_experts, on_tensor_axis
 from train.config.loss_chunks import check_loss_chunk
+from train.config.model_folder import without_weights
 from train.config.optimizers import OPTIMIZERS
 
 #: Steps, tokens and their places are counted in int32.
@@ -94,6 +95,12 @@ def warnings_of(config: Config) -> list[str]:
             f"warning: sequence_length={config.sequence_length} is more than the {most} tokens that"
             " the model was made for, and it does not know later positions; give --sequence-length"
             f" {most} or less, unless the run is to teach it longer contexts"
+        )
+    advice = without_weights(config)
+    if advice is not None:
+        lines.append(
+            f"warning: init_from={config.init_from!r} describes a model and has no safetensors"
+            f" files, with which a run begins; {advice}"
         )
     if config.lora.rank is not None and config.init_from is None:
         lines.append(

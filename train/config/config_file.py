@@ -1,7 +1,9 @@
-"""Configuration files: JSON as ``--print-config`` writes it, or a part of that."""
+"""Configuration files: JSON as ``--print-config`` writes it, or a part of that, or the config.json
+of a Hugging Face folder, which has the model alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Mapping
@@ -11,6 +13,7 @@ from typing import Any
 import tyro
 from flax import traverse_util
 
+from models import families
 from models.checkpoint.earlier_releases import current_configuration
 from models.choices import CHOICES
 from train.config.config import Config
@@ -35,7 +38,7 @@ def read_config(
     Names of earlier releases are accepted.
 
     Args:
-      path: the file.
+      path: the file; of a Hugging Face config.json, the configuration has the model.
       preset: the preset that was asked for beside the file, or None.
       program: the command, for error messages.
       defaults: values by dotted name that replace those of the preset.
@@ -45,7 +48,10 @@ def read_config(
         kind of its field; `preset` is another one than the file's.
       SystemExit: after printing which value cannot be read.
     """
-    values = current_configuration(_read_object(path))
+    values = _read_object(path)
+    if {"model_type", "architectures"} & set(values):
+        values = {"model": _described_model(values, path)}
+    values = current_configuration(values)
     for name in _NOT_WRITTEN:
         values.pop(name, None)
     name = values.get("preset", preset or "debug")
@@ -60,6 +66,14 @@ def read_config(
     arguments = _as_arguments(values, default, path)
     named = f"{program} --config {path}"
     return tyro.cli(Config, default=default, args=arguments, prog=named, registry=CHOICES)
+
+
+def _described_model(values: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The fields of the model that a Hugging Face config.json describes."""
+    try:
+        return dataclasses.asdict(families.read_config(values))
+    except ValueError as error:
+        raise ValueError(f"config={path!r}: {error}") from error
 
 
 def _read_object(path: str) -> dict[str, Any]:

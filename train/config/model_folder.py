@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from models.checkpoint.saved_checkpoint import differences
+from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.families import PRESETS
 from models.hugging_face import ModelFolder
+from models.hugging_face.folder import CONFIG
 from models.hugging_face.writing import ORIGIN
 from models.paths import expanded
 from train.config.config import Config
 
 #: The preset of a run that names none.
 DEFAULT_PRESET = "debug"
+#: What ``--init-from`` may name.
+WEIGHTS = "a directory of checkpoints, one step_N in it, or a Hugging Face folder"
 
 
 def with_model_of(config: Config) -> Config:
@@ -23,16 +30,14 @@ def with_model_of(config: Config) -> Config:
     Raises:
       ValueError: the folder is damaged or missing, or flags ask for another model.
     """
-    root = model_folder(config)
-    begins = _begins(config)
-    if root is None:
-        _check_exists(config, begins)
-        return config
+    root, begins = model_folder(config), _begins(config)
     name = "checkpoint_dir" if config.resume else "init_from"
-    try:
+    with naming(name, begins):
+        if begins is not None and not config.resume and not ModelFolder.is_one(begins):
+            find_checkpoint(begins, WEIGHTS)
+        if root is None:
+            return config
         model = ModelFolder.config_of(root)
-    except ValueError as error:
-        raise ValueError(f"{name}={begins!r}: {error}") from error
     asked = dataclasses.replace(config.model, padded_vocabulary_size=None)
     preset = PRESETS[config.preset]()
     if asked not in (model, preset):
@@ -56,18 +61,14 @@ def with_model_of(config: Config) -> Config:
     return dataclasses.replace(config, model=padded)
 
 
-def _check_exists(config: Config, begins: str | None) -> None:
-    """Refuses to begin with what is not here, unless a preset says what its model is."""
-    if begins is None or config.resume or config.preset != DEFAULT_PRESET:
-        return
-    if not expanded(begins).exists():
-        owner, _, name = begins.partition("/")
-        is_of_hub = owner not in ("", ".", "..", "~") and name and "/" not in name
-        hub = f"; a model of the hub: hf download {begins} --local-dir FOLDER" if is_of_hub else ""
-        raise ValueError(
-            f"init_from={begins!r}: does not exist; give a directory of checkpoints, or a Hugging"
-            f" Face folder{hub}"
-        )
+@contextmanager
+def naming(name: str, path: str | None) -> Iterator[None]:
+    """Lets errors about a path begin with the field that has it."""
+    try:
+        yield
+    except ValueError as error:
+        sentence = str(error).removeprefix(f"{path!r}: ")
+        raise ValueError(f"{name}={path!r}: {sentence}") from error
 
 
 def model_folder(config: Config) -> Path | None:
@@ -81,16 +82,36 @@ def model_folder(config: Config) -> Path | None:
     return next((root for root in roots if ModelFolder.is_one(root)), None)
 
 
+def without_weights(config: Config) -> str | None:
+    """What to do about a folder that a run begins with and that only describes a model; None if
+    there is none such."""
+    begins = config.init_from
+    if begins is None or config.resume or not ModelFolder.is_one(begins):
+        return None
+    if ModelFolder.has_weights(begins):
+        return None
+    file = shlex.quote(os.path.join(begins, CONFIG))
+    return f"to train its model from random weights, give --config {file} in place of --init-from"
+
+
 def model_name(config: Config) -> str:
-    """The name of a run's model: that of the folder or the checkpoints that it comes from, or else
-    the preset's."""
+    """The name of a run's model: that of the folder or the checkpoints that it comes from, or of
+    the file that describes it, or else the preset's."""
     root = model_folder(config)
-    if root is None:
+    if root is not None:
+        return _name_of_folder(root.parent if root.name == ORIGIN else root)
+    model = dataclasses.replace(config.model, padded_vocabulary_size=None)
+    if config.config is None or model == PRESETS[config.preset]():
         return config.preset
-    root = (root.parent if root.name == ORIGIN else root).absolute()
+    file = expanded(config.config)
+    return _name_of_folder(file.parent) if file.name == CONFIG else file.stem
+
+
+def _name_of_folder(folder: Path) -> str:
+    folder = folder.absolute()
     # In Hugging Face's cache: models--OWNER--NAME/snapshots/COMMIT.
-    in_cache = root.parent.name == "snapshots"
-    return root.parent.parent.name.rpartition("--")[2] if in_cache else root.name
+    in_cache = folder.parent.name == "snapshots"
+    return folder.parent.parent.name.rpartition("--")[2] if in_cache else folder.name
 
 
 def _begins(config: Config) -> str | None:

@@ -16,6 +16,7 @@ from train.checkpoint.base_weights import check_base, frozen_weights
 from train.checkpoint.initial_weights import InitialWeights, find_weights
 from train.config.checks import warnings_of
 from train.config.config import Config
+from train.config.model_folder import naming
 from train.log.log_file import LogFile, check_log_file
 from train.log.metrics import Evaluation
 from train.log.reporter import Reporter
@@ -106,10 +107,8 @@ def _with_weights(config: Config) -> tuple[Config, InitialWeights]:
 
 def _find(config: Config, name: Literal["init_from", "checkpoint_dir"]) -> InitialWeights:
     path = getattr(config, name)
-    try:
+    with naming(name, path):
         return find_weights(path)
-    except ValueError as error:
-        raise ValueError(f"{name}={path!r}: {error}") from error
 
 
 def _without_run(config: Config, init_from: str | None) -> Config:

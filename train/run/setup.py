@@ -24,7 +24,7 @@ from train.config.checks import check, check_optimizer
 from train.config.config import Config, MeshSizes
 from train.config.counts import counted
 from train.config.defaults import saved_configuration
-from train.config.model_folder import with_model_of
+from train.config.model_folder import naming, with_model_of, without_weights
 from train.data.dataset import TextData, open_dataset
 from train.log.log_file import check_log_file
 from train.log.trackers import check_trackers, new_run_id
@@ -207,11 +207,15 @@ def _open_initial_weights(config: Config, model: ModelFunctions) -> InitialWeigh
     """
     if config.init_from is None or (config.resume and not model.freezes):
         return None
-    try:
-        saved = find_weights(config.init_from)
+    with naming("init_from", config.init_from):
+        try:
+            saved = find_weights(config.init_from)
+        except ValueError as error:
+            advice = without_weights(config)
+            if advice is None:
+                raise
+            raise ValueError(f"{error}; {advice}") from error
         saved.check_params(model.base_params)
-    except ValueError as error:
-        raise ValueError(f"init_from={config.init_from!r}: {error}") from error
     return saved
 
 

@@ -197,6 +197,9 @@ def test_rotary_parameters_are_read_in_old_and_new_form():
             {"architectures": ["LlamaForSequenceClassification"]},
             r"architectures='LlamaForSequenceClassification' with model_type='llama' is not",
         ),
+        # What names one architecture and not its type is told the type.
+        ({"model_type": None}, "model_type=None: expected 'llama' with architectures='LlamaForCau"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "model_type='llama': expected 'qwen3' with arch"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; expected 'silu'"),
         ({"attention_bias": True}, "attention_bias=True is not supported; expected False"),
         ({"hidden_size": None}, "hidden_size=None: expected an integer from 1"),

@@ -74,7 +74,7 @@ def test_no_checkpoint_to_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no checkpoint; give a directory"):
         find_checkpoint(tmp_path)
     for path in (tmp_path / "absent", tmp_path / "step_3"):
-        with pytest.raises(ValueError, match=r"does not exist; give a directory .*`hf download`"):
+        with pytest.raises(ValueError, match="does not exist; give a directory of checkpoints"):
             find_checkpoint(path)
 
 

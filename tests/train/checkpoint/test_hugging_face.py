@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -111,3 +112,17 @@ def test_a_damaged_folder_is_refused(capsys, tmp_path):
         main([*RUN, "--init-from", str(tmp_path)])
     error = " ".join(capsys.readouterr().err.split())
     assert f"init_from='{tmp_path}'" in error and "model_type=None is not known" in error
+
+
+def test_a_folder_without_weights_is_refused_with_the_way_to_train_its_model(capsys, tmp_path):
+    shutil.copy(DATA / "qwen3" / "config.json", tmp_path)
+    run = [*RUN, "--mesh.tensor", "1", "--mesh.data", "1", "--steps", "1"]
+    with pytest.raises(SystemExit):
+        main([*run, "--init-from", str(tmp_path)])
+    error = " ".join(capsys.readouterr().err.split())
+    assert "has neither model.safetensors nor" in error and "download the weights" in error
+    way = shlex.join(["--config", str(tmp_path / "config.json")])
+    assert f"random weights, give {way} in place of --init-from" in error
+    main([*run, *shlex.split(way)])
+    output = capsys.readouterr().out
+    assert output.startswith(f"{tmp_path.name}: ") and "done: 1 step, " in output

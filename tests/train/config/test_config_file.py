@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from models.hugging_face import ModelFolder
+from tests.models.hugging_face.folders import DATA, NAMES
+from train.config.model_folder import model_name, with_model_of
 from train.config.presets import PRESETS
 from train.run.command_line import main, parse
 
@@ -70,6 +75,41 @@ def test_a_file_without_a_preset_changes_the_one_that_is_asked_for(tmp_path):
     config = parse([*file, "--preset", "llama3-8b"])
     assert config.model == PRESETS["llama3-8b"]().model
     assert (config.optimizer.b1, config.optimizer.b2) == (0.5, 0.95)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_of_a_config_json_is_read_with_the_settings_of_a_preset(name, capsys, tmp_path):
+    described = Path(shutil.copy(DATA / name / "config.json", tmp_path))
+    file = ["--config", str(described)]
+    config, usual = parse([*file, "--preset", "llama3-8b"]), PRESETS["llama3-8b"]()
+    assert config.model == ModelFolder.config_of(tmp_path)
+    assert dataclasses.replace(config, model=usual.model, config=None) == usual
+    # It has no weights, so nothing is fine-tuned.
+    assert with_model_of(config) == config
+    assert model_name(config) == tmp_path.name
+    again = parse(written(tmp_path / "my-run.json", printed(capsys, *file)))
+    assert again.model == config.model
+    assert model_name(again) == "my-run"
+
+
+def test_a_model_is_named_after_the_file_that_describes_it(capsys, tmp_path):
+    printed_text = printed(capsys, "--init-from", str(DATA / "qwen3"))
+    file = written(tmp_path / "own_run.json", printed_text)
+    assert model_name(parse(file)) == "qwen3"
+    random = parse([*file, "--init-from", "None"])
+    assert model_name(random) == "own_run"
+    padded = dataclasses.replace(random, model=random.model.padded_for(8))
+    assert model_name(padded) == "own_run"
+    # A file that leaves the preset's model as it is does not rename it.
+    assert model_name(parse(written(tmp_path / "steps.json", {"steps": 5}))) == "debug"
+
+
+def test_a_config_json_that_cannot_be_read_is_refused(capsys, tmp_path):
+    values = json.loads((DATA / "qwen3" / "config.json").read_text())
+    del values["model_type"]
+    file = written(tmp_path / "config.json", values)
+    sentence = f"config='{file[1]}': config.json: model_type=None: expected 'qwen3'"
+    assert sentence in refused(capsys, *file)
 
 
 def test_a_file_of_an_earlier_release_is_read_with_current_names(tmp_path):

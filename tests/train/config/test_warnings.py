@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import shutil
 
 import pytest
 
@@ -40,6 +41,21 @@ def lines_of(output: str, start: str) -> list[str]:
 def test_a_plan_and_a_dry_run_question_it(arguments, sentence, capsys):
     main([*arguments, "--batch-size", "8"])
     assert len(lines_of(capsys.readouterr().out, sentence)) == 1
+
+
+@pytest.mark.parametrize("mode", ["--plan --devices 1 --device H100", "--dry-run --mesh.data 1"])
+def test_a_folder_without_weights_is_planned_with_the_way_to_train_its_model(
+    mode, capsys, tmp_path
+):
+    shutil.copy(DATA / "llama3" / "config.json", tmp_path)
+    main([*mode.split(), "--init-from", str(tmp_path), "--batch-size", "8"])
+    (line,) = lines_of(capsys.readouterr().out, f"warning: init_from='{tmp_path}'")
+    assert "has no safetensors files, with which a run begins" in line
+    given = ["--config", str(tmp_path / "config.json")]
+    assert f"give {shlex.join(given)} in place of --init-from" in line
+    main([*mode.split(), *given, "--batch-size", "8"])
+    output = capsys.readouterr().out
+    assert "warning: init_from" not in output and f"{tmp_path.name}" in output.splitlines()[0]
 
 
 def test_a_run_questions_it_too(capsys):

@@ -423,7 +423,7 @@ def test_a_template_that_does_not_serve_is_refused(tmp_path, template, sentence)
         ("--eval-only", "eval_only: expected eval_data too"),
         ("--eval-only --eval-data DATA", "and neither of them is given"),
         ("--eval-only --eval-data DATA --init-from a --checkpoint-dir b", "and both of them is"),
-        ("--eval-only --eval-data DATA --init-from DIR", "init_from='DIR': 'DIR': does not exist"),
+        ("--eval-only --eval-data DATA --init-from DIR", "init_from='DIR': does not exist"),
     ],
 )
 def test_flags_that_do_not_fit_together_are_refused(tmp_path, capsys, arguments, sentence):
