@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Never
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -27,7 +27,7 @@ from collective_matmul.jit.compiler import (
     check_peer_kernels,
     renamed_fused,
 )
-from collective_matmul.jit.graph_functions import check_function
+from collective_matmul.jit.graph_functions import check_function, explaining_arguments
 from collective_matmul.jit.peer_decision import NO_SITE, PeerKernelDecision, decide
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
 from collective_matmul.rewrite import FoundSite, WrittenBlocks, rewritten, traced_program
@@ -51,6 +51,8 @@ class MergedGathers:
 
 
 NONE_MERGED = MergedGathers()
+#: How to pass the arguments of a function.
+_CALL = "explain({})(*args)"
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class Explanation:
 
 def explain(
     fun: Callable,
-    *,
+    *misplaced: Never,
     peer_kernels: PeerKernels = UNDECIDED,
     verbose: bool = False,
     fused: bool | None = None,
@@ -234,6 +236,7 @@ def explain(
 
     Args:
       fun: the function to explain; of one of `overlap_jit`, the function that it compiles.
+      *misplaced: none; the arguments of `fun` are for the function that is returned.
       peer_kernels: as for the `overlap_jit` by which it will be compiled, or is. With "auto",
         the last lines of the table say whether kernels that address peers' memory are allowed, and
         why. Lines of collectives that `overlap` would replace are for the decision that the program
@@ -244,7 +247,13 @@ def explain(
     Returns:
       A function that takes the arguments of `fun`, or their `jax.ShapeDtypeStruct`, and returns an
       `Explanation`.
+
+    Raises:
+      TypeError: if `fun` is no function; from what is returned, for arguments that `fun` does not
+        take.
+      ValueError: for another `peer_kernels`.
     """
+    _check_misplaced(misplaced)
     if fused is not None:
         peer_kernels = renamed_fused("explain", fused)
 
@@ -254,13 +263,16 @@ def explain(
         allowed = fun.requested if peer_kernels == UNDECIDED else peer_kernels
 
         def of_compiled(*args: Any, **kwargs: Any) -> Explanation:
+            given = args, kwargs
             function, args, kwargs = fun.uncompiled(args, kwargs)
-            return explain(function, peer_kernels=allowed, verbose=verbose)(*args, **kwargs)
+            with explaining_arguments(_CALL, fun, *given):
+                return explain(function, peer_kernels=allowed, verbose=verbose)(*args, **kwargs)
 
         return of_compiled
 
     def explanation(*args: Any, **kwargs: Any) -> Explanation:
-        traced = _traced(fun, args, kwargs, peer_kernels)
+        with explaining_arguments(_CALL, fun, args, kwargs):
+            traced = _traced(fun, args, kwargs, peer_kernels)
         overlapped = traced.overlapped(peer_kernels)
         if isinstance(peer_kernels, bool):
             decision = PeerKernelDecision(peer_kernels, "requested")
@@ -281,6 +293,15 @@ def explain(
         )
 
     return explanation
+
+
+def _check_misplaced(args: tuple) -> None:
+    """Raises TypeError if there are arguments beside the function."""
+    if args:
+        raise TypeError(
+            f"args: {len(args)} beside the function; expected its arguments in a call of what"
+            " explain returns: explain(f)(*args)"
+        )
 
 
 def _value(decision: PeerKernelDecision) -> bool | Disallowed:

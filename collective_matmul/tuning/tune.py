@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import functools
-import inspect
 import math
 import os
 import subprocess
@@ -34,6 +32,7 @@ from collective_matmul.dispatch.tables.table_files import (
 )
 from collective_matmul.hardware import how_to_simulate
 from collective_matmul.jit.compiler import OverlapJit
+from collective_matmul.jit.graph_functions import explaining_arguments
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.transport import Transport, transport_between
 from collective_matmul.tuning.timing import measure
@@ -178,20 +177,6 @@ def _checked(sites: Any) -> list[Request]:
     return found
 
 
-def _check_arguments(fun: Callable, args: tuple) -> None:
-    """Refuses arguments that the function does not take."""
-    with contextlib.suppress(ValueError):  # Python knows no signature of some functions.
-        signature = inspect.signature(fun)
-        try:
-            signature.bind(*args)
-        except TypeError as error:
-            name = getattr(fun, "__name__", type(fun).__name__)
-            raise TypeError(
-                f"args: {len(args)}: {error}; give the arguments of {name}{signature} after it:"
-                f" tune({name}, *args)"
-            ) from None
-
-
 def _moved_by(transport: Transport, site: Any) -> Request:
     """The site with a transport, which requests of further ops may do without."""
     has_one = "transport" in {each.name for each in dataclasses.fields(site)}
@@ -199,11 +184,11 @@ def _moved_by(transport: Transport, site: Any) -> Request:
 
 
 def _sites_in(fun: Callable, args: tuple, kind: str) -> list[Request]:
-    _check_arguments(fun, args)
     traced, traced_args = fun, args
     if isinstance(fun, OverlapJit):
         traced, traced_args, _ = fun.uncompiled(args, {})
-    decisions = decisions_of(traced, *traced_args)
+    with explaining_arguments("tune({}, *args)", fun, args, {}):
+        decisions = decisions_of(traced, *traced_args)
     if not decisions:
         raise ValueError(
             f"target={fun!r}: calls no collective matmul; give a function that does. To measure the"
