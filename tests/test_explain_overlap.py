@@ -209,3 +209,70 @@ def test_what_overlap_left_alone_is_not_replaced_by_explain(make_mesh: MeshFacto
     assert "with overlap" not in table and "pass the function" not in table
     assert table.count("fused is not possible") == 2
     assert "3 plain gathers and sums: 3 left alone" in table
+
+
+SLICED = {
+    "rows": lambda x, w: lax.all_gather(x, AXIS, tiled=True)[:4] @ w,
+    "features": lambda x, w: lax.all_gather(x, AXIS, tiled=True)[:, :2] @ w[:2],
+    "dynamic rows": lambda x, w: (
+        lax.dynamic_slice_in_dim(lax.all_gather(x, AXIS, tiled=True), x.shape[0] - 1, 4) @ w
+    ),
+}
+CURED = {
+    "rows": lambda x, w: (lax.all_gather(x, AXIS, tiled=True) @ w)[:4],
+    "features": lambda x, w: lax.all_gather(x[:, :2], AXIS, tiled=True) @ w[:2],
+    "dynamic rows": lambda x, w: lax.dynamic_slice_in_dim(
+        lax.all_gather(x, AXIS, tiled=True) @ w, x.shape[0] - 1, 4
+    ),
+}
+SLICED_SUMS = {
+    "rows": lambda x, w: lax.psum((x @ w)[:4], AXIS),
+    "scattered rows": lambda x, w: lax.psum_scatter((x @ w)[:4], AXIS, tiled=True),
+    "parts": lambda x, w: sum(lax.psum(part, AXIS) for part in jnp.split(x @ w, 2)),
+}
+CURED_SUMS = {
+    "rows": lambda x, w: lax.psum(x @ w, AXIS)[:4],
+    "scattered rows": lambda x, w: lax.psum_scatter(x[:4] @ w, AXIS, tiled=True),
+    "parts": lambda x, w: sum(jnp.split(lax.psum(x @ w, AXIS), 2)),
+}
+
+
+@pytest.mark.parametrize("case", SLICED)
+def test_a_slice_after_a_gather_has_a_cure_which_helps(make_mesh: MeshFactory, case: str) -> None:
+    """And the result is the same."""
+    x, w = jnp.arange(32.0).reshape(8, 4), jnp.ones((4, 6))
+    cure = "which could cut x before the gather or the product after the matmul, uses the gathered"
+    results = []
+    for body, replaced in ((SLICED[case], False), (CURED[case], True)):
+        fun = jax.shard_map(
+            body,
+            mesh=make_mesh({AXIS: 2}),
+            in_specs=(P(AXIS), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+        (site,) = explain(fun)(x, w).plain
+        assert site.replaced == replaced
+        assert (cure in site.reason) != replaced
+        results.append(np.asarray(overlap(fun)(x, w)))
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("case", SLICED_SUMS)
+def test_a_slice_before_a_sum_has_a_cure_which_helps(make_mesh: MeshFactory, case: str) -> None:
+    x, w = jnp.arange(32.0).reshape(8, 4), jnp.ones((4, 6))
+    results = []
+    for body, replaced in ((SLICED_SUMS[case], False), (CURED_SUMS[case], True)):
+        fun = jax.shard_map(
+            body,
+            mesh=make_mesh({AXIS: 2}),
+            in_specs=(P(None, AXIS), P(AXIS)),
+            out_specs=P(AXIS) if case == "scattered rows" else P(),
+            check_vma=False,
+        )
+        for site in explain(fun)(x, w).plain:
+            assert site.replaced == replaced
+            cure = site.reason.endswith("; cut x or w before the matmul, or the sum after it")
+            assert cure != replaced
+        results.append(np.asarray(overlap(fun)(x, w)))
+    np.testing.assert_array_equal(*results)

@@ -25,6 +25,10 @@ from collective_matmul.rewrite.match.matmuls import Matmul, matmul_of
 
 _ADDED = "something is added to its matmul before the sum over devices"
 _NEEDED = "only casts, reshapes and constant factors may stand between x @ w and its sum"
+#: What the program could do instead, by what stands there.
+_CURES = dict.fromkeys(
+    ("slice", "dynamic_slice", "split"), "; cut x or w before the matmul, or the sum after it"
+)
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,10 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
             " further axes stay as they are"
         )
     if op is None:
-        return f"the summed array comes from {described(equation)}, not from a matmul; {_NEEDED}"
+        return (
+            f"the summed array comes from {described(equation)}, not from a matmul;"
+            f" {_NEEDED}{_CURES.get(name, '')}"
+        )
     if name == "pvary":  # The replacement types its operands and its result.
         return op.operand, path
     if name == "convert_element_type":
