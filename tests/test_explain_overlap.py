@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import explain, overlap
+from collective_matmul import explain, matmul_all_reduce, overlap
 from collective_matmul.explain import Explanation
 from collective_matmul.rewrite import find_sites
 from tests.conftest import MeshFactory
@@ -276,3 +277,51 @@ def test_a_slice_before_a_sum_has_a_cure_which_helps(make_mesh: MeshFactory, cas
             assert cure != replaced
         results.append(np.asarray(overlap(fun)(x, w)))
     np.testing.assert_array_equal(*results)
+
+
+def summed_products(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return lax.psum(jnp.sin(x @ up) @ down, AXIS)
+
+
+def over_data(body: Callable, make_mesh: MeshFactory) -> Callable:
+    """A loss whose gradients of weights are sums over a second axis."""
+    sharded = jax.shard_map(
+        body,
+        mesh=make_mesh({"data": 2, AXIS: 2}),
+        in_specs=(P("data"), P(None, AXIS), P(AXIS)),
+        out_specs=P("data"),
+    )
+    return lambda *args: sharded(*args).sum()
+
+
+def test_sums_of_gradients_beside_an_op_have_a_cure_which_helps(make_mesh: MeshFactory) -> None:
+    """The sites of one `overlap` around the gradient are more than those of one inside."""
+    loss, arguments = over_data(summed_products, make_mesh), flat_arguments()
+    inside = explain(jax.grad(overlap(loss), (1, 2)))(*arguments).plain
+    reasons = [site.reason for site in inside if not site.replaced]
+    assert reasons and all(
+        re.fullmatch(
+            r"the summed array comes from the op that overlap has already put in place of the"
+            r" matmul at test_explain_overlap\.py:\d+; to have it look at this sum too, put it"
+            r" around the gradient: overlap\(jax\.grad\(f\)\), not jax\.grad\(overlap\(f\)\)",
+            reason,
+        )
+        for reason in reasons
+    )
+    around = explain(overlap(jax.grad(loss, (1, 2))))(*arguments).plain
+    assert all(site.replaced for site in around)
+
+
+def test_a_sum_of_the_result_of_an_op_that_the_program_calls(make_mesh: MeshFactory) -> None:
+    """No `overlap` has put the op there, and elsewhere it would not have found more."""
+
+    def body(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.psum(matmul_all_reduce(x, w, AXIS), "data")
+
+    mesh, specs = make_mesh({"data": 2, AXIS: 2}), (P("data", AXIS), P(AXIS))
+    sums = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
+    (site,) = explain(sums)(*flat_arguments()[:2]).plain
+    expected = (
+        r"the summed array comes from an op at .*py:\d+, whose results overlap leaves as they.*"
+    )
+    assert re.fullmatch(expected, site.reason)

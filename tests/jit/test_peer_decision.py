@@ -350,20 +350,20 @@ def test_work_outside_shard_map_that_the_compiler_divides() -> None:
 
 def test_what_the_compiler_divides_has_a_cure_which_helps() -> None:
     """Rows that are cut before the next op gathers them, after it, or in a `shard_map`."""
-    mesh, types = mesh_of(), {"check_vma": False}
+    mesh = mesh_of()
     up = jax.shard_map(
         lambda x, w: all_gather_matmul(x, w, AXIS),
         mesh=mesh,
         in_specs=(P(AXIS), P(None, AXIS)),
         out_specs=P(None, AXIS),
-        **types,
+        check_vma=False,
     )
     last = jax.shard_map(
         lambda x: lax.all_gather(x[-1:], AXIS, tiled=True),
         mesh=mesh,
         in_specs=P(AXIS),
         out_specs=P(),
-        **types,
+        check_vma=False,
     )
     stack = on(mesh)
     reason = decision_for(lambda x, ws: up(stack(x, ws)[:32], ws[0][0]), *FEW).reason
