@@ -91,8 +91,13 @@ class Explanation:
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, width: int = WIDTH) -> str:
-        """The table, with lines of at most `width` characters, and the totals."""
+    def table(self, width: int = WIDTH, verbose: str = "verbose=True") -> str:
+        """The table and the totals.
+
+        Args:
+          width: the number of characters that no line exceeds.
+          verbose: how the reader asks for `Explanation.verbose`, such as a flag of a program.
+        """
         if not self.enters_shard_map:
             return textwrap.fill(f"no collective matmuls: {NOTHING_SHOWN}", width)
         if not self.decisions and not self.plain:
@@ -101,10 +106,12 @@ class Explanation:
         lines = [*map(line_of, self.decisions), *map(_line_of_plain, shown)]
         runs = {line: self.runs[line] for line in lines if line in self.runs}
         table = [format_table(lines, runs, width)] if lines else []
-        return "\n".join([*table, *(textwrap.fill(total, width) for total in self._totals())])
+        return "\n".join(
+            [*table, *(textwrap.fill(total, width) for total in self._totals(verbose))]
+        )
 
-    def _totals(self) -> list[str]:
-        """Sentences about all lines together."""
+    def _totals(self, verbose: str) -> list[str]:
+        """Sentences about all lines together. The argument is that of `table`."""
         ops = {line_of(decision): decision for decision in self.decisions}
         plain = {_line_of_plain(site): site for site in self.plain}
         runs = {line: self.runs.get(line, 0) for line in (*ops, *plain)}
@@ -118,7 +125,7 @@ class Explanation:
         if (unmeasured := _unmeasured(self.decisions)) is not None:
             totals.append(unmeasured)
         if plain:
-            totals.append(self._total_of_plain(plain, runs))
+            totals.append(self._total_of_plain(plain, runs, verbose))
             alone = [(runs[line], site.communication_seconds) for line, site in plain.items()]
             if all(seconds is not None for _, seconds in alone):
                 seconds = sum(n * (each or 0) for n, each in alone)
@@ -178,7 +185,9 @@ class Explanation:
             " weights, or layers.Shared for the layers, does so with each backend"
         ]
 
-    def _total_of_plain(self, plain: Mapping[Line, FoundSite], runs: Mapping[Line, int]) -> str:
+    def _total_of_plain(
+        self, plain: Mapping[Line, FoundSite], runs: Mapping[Line, int], verbose: str
+    ) -> str:
         """How many plain gathers and sums there are, and what becomes of them."""
 
         def count(which: Callable[[FoundSite], bool]) -> int:
@@ -187,7 +196,7 @@ class Explanation:
         sites = count(lambda site: site.replaced and not site.kept)
         kept = count(lambda site: site.kept)
         alone = count(lambda site: not site.replaced)
-        listed = "" if self.verbose else " (verbose=True lists them)"
+        listed = "" if self.verbose else f" ({verbose} lists them)"
         parts = {
             f"{sites} site{'s' * (sites > 1)}; pass the function to overlap to replace"
             f" {'them' if sites > 1 else 'it'}": sites,

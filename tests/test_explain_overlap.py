@@ -47,6 +47,8 @@ def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> N
     (_, *lines, total_alone) = replace(explanation, verbose=False).table(WIDE).splitlines()
     assert [re.split(r"  +", line) for line in lines] == [gather, scatter]
     assert total_alone == f"{total} alone (verbose=True lists them)"
+    *_, total_of_a_program = replace(explanation, verbose=False).table(WIDE, "--all").splitlines()
+    assert total_of_a_program == f"{total} alone (--all lists them)"
 
 
 def test_a_program_without_sites_has_a_total_alone(make_mesh: MeshFactory) -> None:
