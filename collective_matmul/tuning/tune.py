@@ -103,10 +103,10 @@ def tune(
         raise ValueError(f"limit_seconds={limit_seconds}: expected more than 0")
     timed = functools.partial(measure, seconds_per_group=seconds_per_group)
     timed({}, groups=groups)  # Refuses bad settings before anything is compiled.
-    found = _measured_devices(devices)
-    kind = found[0].device_kind
     known = dict.fromkeys(name for op in OPS.values() for name in op.backends)
     names = tuple(known if implementations is None else map(current_name, implementations))
+    found = _measured_devices(devices)
+    kind = found[0].device_kind
     with peer_kernels_allowed(True):  # As in the programs that are timed.
         sites = _sites(target, args, kind)
     left_out = [site for site in sites if not site.is_tabled]
