@@ -110,9 +110,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
         lines.insert(0, gpu.remark)
     if config.distributed.tensor_across_processes:
         lines.insert(0, _ONE_PROCESS)
-    explained = explain(step, verbose=config.verbose)
-    text = str(explained(state, abstract_batch(config)))
-    lines.append(text.replace("(verbose=True lists", "(--verbose lists"))
+    explained = explain(step, verbose=config.verbose)(state, abstract_batch(config))
+    lines.append(explained.table(verbose="--verbose"))
     with contextlib.suppress(ValueError):  # The next line says why nothing is predicted.
         kernel, kind = attention_kernel(config, sizes, mesh), device_kind_of(config)
         time = predict_run(config, sizes, kind, kernel).time
