@@ -28,9 +28,9 @@ from train.parallel.batches import abstract_batch
 from train.parallel.mesh import make_abstract_mesh
 from train.parallel.model import ModelFunctions, describe_trained
 from train.parallel.zero import describe_zero
-from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.memory_estimate import predict_memory
 from train.plan.mesh_choice import describe_faster_mesh
+from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, attention_of, predict_run
 from train.step import sharded_step
 
@@ -110,9 +110,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
         lines.insert(0, gpu.remark)
     if config.distributed.tensor_across_processes:
         lines.insert(0, _ONE_PROCESS)
-    explained = explain(step, verbose=config.verbose)
-    text = str(explained(state, abstract_batch(config)))
-    lines.append(text.replace("(verbose=True lists", "(--verbose lists"))
+    explained = explain(step, verbose=config.verbose)(state, abstract_batch(config))
+    lines.append(explained.table(verbose="--verbose"))
     with contextlib.suppress(ValueError):  # The next line says why nothing is predicted.
         kernel, kind = attention_kernel(config, sizes, mesh), device_kind_of(config)
         time = predict_run(config, sizes, kind, kernel).time
