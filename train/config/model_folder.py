@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +89,7 @@ def without_weights(config: Config) -> str | None:
         return None
     if ModelFolder.has_weights(begins):
         return None
-    file = shlex.quote(os.path.join(begins, CONFIG))
+    file = shlex.quote(str(expanded(begins) / CONFIG))
     return f"to train its model from random weights, give --config {file} in place of --init-from"
 
 
