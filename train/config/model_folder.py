@@ -82,8 +82,8 @@ def model_folder(config: Config) -> Path | None:
 
 
 def without_weights(config: Config) -> str | None:
-    """What to do about a folder that a run begins with and that only describes a model; None if
-    there is none such."""
+    """The advice for a run that begins with a folder that describes a model and has no weights;
+    None for any other run."""
     begins = config.init_from
     if begins is None or config.resume or not ModelFolder.is_one(begins):
         return None
