@@ -32,6 +32,7 @@ from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.memory_estimate import predict_memory
 from train.plan.mesh_choice import describe_faster_mesh
 from train.plan.run import attention_kernel, attention_of, predict_run
+from train.run.tracing import tracing
 from train.step import sharded_step
 
 _ONE_PROCESS = (
@@ -77,7 +78,9 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     mesh = make_abstract_mesh(sizes, None if gpu is None else gpu.device)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     state = state_on_mesh(model, optimizer, mesh)
-    memory = memory_of(config, mesh, model, state, local_devices=GPUS_OF_A_NODE)
+    layers = counted(config.model.num_layers, "layer")
+    with tracing(f"{layers}, to know what memory a step takes"):
+        memory = memory_of(config, mesh, model, state, local_devices=GPUS_OF_A_NODE)
     _print_memory(memory, config, console)
     if gpu is None:
         limit, kind = memory_limit(jax.local_devices()[0])
@@ -87,7 +90,9 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     sentence = verdict(memory.total, limit, kind)
     fits = limit is None or memory.total <= usable(limit)
     if limit is not None and not fits:
-        sentence += f": {advice(config, mesh, memory, usable(limit), GPUS_OF_A_NODE, _estimate)}"
+        with tracing("other configurations, to find one that fits"):
+            flags = advice(config, mesh, memory, usable(limit), GPUS_OF_A_NODE, _estimate)
+        sentence += f": {flags}"
     console.print(sentence, highlight=False, soft_wrap=True)
 
     if sizes.context == 1:  # Else it is one of the ops of the table below.
@@ -111,7 +116,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     if config.distributed.tensor_across_processes:
         lines.insert(0, _ONE_PROCESS)
     explained = explain(step, verbose=config.verbose)
-    text = str(explained(state, abstract_batch(config)))
+    with tracing(f"{layers}, to know what its collective matmuls take"):
+        text = str(explained(state, abstract_batch(config)))
     lines.append(text.replace("(verbose=True lists", "(--verbose lists"))
     with contextlib.suppress(ValueError):  # The next line says why nothing is predicted.
         kernel, kind = attention_kernel(config, sizes, mesh), device_kind_of(config)

@@ -1,0 +1,33 @@
+"""What surrounds a trace."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+
+from train.run import tracing as module
+from train.run.tracing import tracing
+
+
+def test_garbage_is_collected_rarely_while_something_is_traced():
+    before = gc.get_threshold()
+    with pytest.raises(ValueError), tracing("nothing"):
+        assert gc.get_threshold() == (100_000, *before[1:])
+        raise ValueError
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(60.0, ""), (0.0, "tracing 80 layers ...\n")])
+def test_long_traces_are_announced_on_stderr(
+    seconds: float,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(module, "_SECONDS", seconds)
+    with tracing("80 layers"):
+        time.sleep(0.1)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", said)
