@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import jax
@@ -90,8 +89,12 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     sentence = verdict(memory.total, limit, kind)
     fits = limit is None or memory.total <= usable(limit)
     if limit is not None and not fits:
+
+        def estimate(config: Config, sizes: MeshSizes) -> float:
+            return predict_memory(config, sizes).total
+
         with tracing("other configurations, to find one that fits"):
-            flags = advice(config, mesh, memory, usable(limit), GPUS_OF_A_NODE, _estimate)
+            flags = advice(config, mesh, memory, usable(limit), GPUS_OF_A_NODE, estimate)
         sentence += f": {flags}"
     console.print(sentence, highlight=False, soft_wrap=True)
 
@@ -119,23 +122,10 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     with tracing(f"{layers}, to know what its collective matmuls take"):
         text = str(explained(state, abstract_batch(config)))
     lines.append(text.replace("(verbose=True lists", "(--verbose lists"))
-    with contextlib.suppress(ValueError):  # The next line says why nothing is predicted.
-        kernel, kind = attention_kernel(config, sizes, mesh), device_kind_of(config)
-        time = predict_run(config, sizes, kind, kernel).time
-        lines.append(f"all of a step, of communication what nothing hides: {time}")
-        lines += describe_faster_mesh(config, sizes, kind, kernel)
-    lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
+    lines += _describe_prediction(config, sizes, mesh)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     return fits
-
-
-def _estimate(config: Config, sizes: MeshSizes) -> float:
-    """About the bytes of a run, without tracing it; 0 if that is not known."""
-    try:
-        return predict_memory(config, sizes).total
-    except ValueError:
-        return 0.0
 
 
 def device_kind_of(config: Config) -> str:
@@ -145,15 +135,17 @@ def device_kind_of(config: Config) -> str:
     return GPUS[config.device or "H200"].device.device_kind
 
 
-def describe_prediction(
-    config: Config, sizes: MeshSizes, device_kind: str, mesh: AbstractMesh
-) -> str:
-    """The predicted time of a step, or why there is none."""
+def _describe_prediction(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> list[str]:
+    """The predicted time of a step, its parts, and a mesh that would be faster; or why nothing is
+    predicted."""
+    kind = device_kind_of(config)
     try:
         kernel = attention_kernel(config, sizes, mesh)
-        return str(predict_run(config, sizes, device_kind, kernel))
+        prediction = predict_run(config, sizes, kind, kernel)
     except ValueError as error:
-        return str(error)
+        return [str(error)]
+    parts = f"all of a step, of communication what nothing hides: {prediction.time}"
+    return [parts, *describe_faster_mesh(config, sizes, kind, kernel), str(prediction)]
 
 
 def _print_memory(memory: Memory, config: Config, console: Console) -> None:
