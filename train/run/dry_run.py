@@ -118,10 +118,9 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
         lines.insert(0, gpu.remark)
     if config.distributed.tensor_across_processes:
         lines.insert(0, _ONE_PROCESS)
-    explained = explain(step, verbose=config.verbose)
     with tracing(f"{layers}, to know what its collective matmuls take"):
-        text = str(explained(state, abstract_batch(config)))
-    lines.append(text.replace("(verbose=True lists", "(--verbose lists"))
+        explained = explain(step, verbose=config.verbose)(state, abstract_batch(config))
+        lines.append(explained.table(verbose="--verbose"))
     lines += _describe_prediction(config, sizes, mesh)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
