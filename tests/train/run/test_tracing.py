@@ -1,4 +1,4 @@
-"""What surrounds a trace."""
+"""Collections of garbage during a trace, and its announcement."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def test_garbage_is_collected_rarely_while_something_is_traced():
         gc.set_threshold(*of_tests)
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(60.0, ""), (0.0, "tracing 80 layers ...\n")])
+@pytest.mark.parametrize(("seconds", "printed"), [(60.0, ""), (0.0, "tracing 80 layers ...\n")])
 def test_long_traces_are_announced_on_stderr(
     seconds: float,
-    said: str,
+    printed: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
@@ -34,4 +34,4 @@ def test_long_traces_are_announced_on_stderr(
     with tracing("80 layers"):
         time.sleep(0.1)
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", said)
+    assert (captured.out, captured.err) == ("", printed)
