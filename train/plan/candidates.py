@@ -70,10 +70,17 @@ class Candidate:
     sizes: MeshSizes
     memory: MemoryEstimate
     prediction: Prediction
+    traced_bytes: int | None = None
+    """What a trace says that the memory is; None: nothing was traced."""
 
     @property
     def seconds(self) -> float:
         return self.prediction.time.total
+
+    @property
+    def bytes(self) -> float:
+        """The memory of a device, as exactly as it is known."""
+        return self.memory.total if self.traced_bytes is None else self.traced_bytes
 
 
 @dataclass
@@ -81,21 +88,31 @@ class Plan:
     """The configurations of a machine.
 
     Attributes:
-      candidates: those that fit, the fastest first: of each mesh and placement of experts one.
+      fitting: those that fit, the fastest first.
       refused: how many do not, by reason.
       nearest: for each reason, the bytes of the configuration that needs least, and a sentence.
       smallest: of the configurations that are too large, the one that needs least; None: of none.
     """
 
-    candidates: list[Candidate] = field(default_factory=list)
+    fitting: list[Candidate] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, tuple[float, str]] = field(default_factory=dict)
     smallest: Candidate | None = None
 
     @property
+    def candidates(self) -> list[Candidate]:
+        """Those that fit, the fastest first: of each mesh, placement of experts and recipe one."""
+        fastest: dict[Any, Candidate] = {}
+        for candidate in self.fitting:
+            config = candidate.config
+            key = candidate.sizes, config.expert_axes, config.fp8, config.lora.base_format
+            fastest.setdefault(key, candidate)
+        return list(fastest.values())
+
+    @property
     def is_too_large(self) -> bool:
         """Whether nothing fits, and more memory would help."""
-        return not self.candidates and any(reason in self.refused for reason in _TOO_LARGE)
+        return not self.fitting and any(reason in self.refused for reason in _TOO_LARGE)
 
     def refuse(self, reason: str, example: str, needed: float = 0.0) -> None:
         """Counts a configuration that does not fit, or that is not possible and needs no bytes."""
@@ -112,14 +129,8 @@ def make_plan(config: Config, machine: Machine) -> Plan:
       machine: the GPUs.
     """
     plan = Plan()
-    fastest: dict[tuple[MeshSizes, str], Candidate] = {}  # By mesh and placement of experts.
-    for candidate in _all_fitting(config, machine, plan):
-        key = candidate.sizes, candidate.config.expert_axes
-        best = fastest.setdefault(key, candidate)
-        if candidate.seconds < best.seconds:
-            fastest[key] = candidate
-    plan.candidates += fastest.values()
-    plan.candidates.sort(key=lambda candidate: (candidate.seconds, candidate.sizes[::-1]))
+    plan.fitting += _all_fitting(config, machine, plan)
+    plan.fitting.sort(key=lambda candidate: (candidate.seconds, candidate.sizes[::-1]))
     return plan
 
 

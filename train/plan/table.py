@@ -32,13 +32,12 @@ from train.plan.candidates import (
 from train.plan.rates import RATES
 from train.plan.run import attention_decision
 from train.plan.step_time import milliseconds, unpredicted_reason
+from train.plan.traced_rows import trace_first
 from train.plan.what_fits import ways_to_fit
 
 _ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6
 #: How far predicted step times have been off; docs/how_to/plan.md has them.
 _ERROR = 0.05
-#: How far estimates of memory may be above what a dry run computes; tests hold them to that.
-_MEMORY_TOO_HIGH = 0.1
 #: Flags that a plan chooses, and those that ask for one: what its command does not repeat.
 CHOSEN = (
     "--mesh.", "--zero", "--remat", "--scan-layers", "--gradient-accumulation-steps",
@@ -64,7 +63,9 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
     machine, attention = machine_of(config)
     if reason := unpredicted_reason(config, machine.device_kind):
         raise ValueError(f"plan: {reason}; see what fits with --dry-run")
+    device = None if _is_here(config) else GPUS[_gpu_of(config)].device
     plan = make_plan(config, machine)
+    trace_first(plan, machine, device)
     batch = planned_batch_size(config, machine.devices)
     gpus = f"{machine.devices} × {machine.device_kind}"
     lines = [
@@ -77,13 +78,16 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
     _print(console, *lines, *_about_attention(config, attention), *warnings_of(config))
     best = plan.candidates[:_ROWS]
     if best:
-        others = _in_8_bits(config, machine)
+        in_8_bits = _in_8_bits(config, machine)
+        trace_first(in_8_bits, machine, device)
+        others = in_8_bits.candidates[:_ROWS_IN_8_BITS]
         _print(console, *_table(best, others))
+        _print(console, *_about_memory(best[0], machine))
         _print(console, *_about_8_bits(config, others))
         if Training(config.lora, config.freeze).freezes:
             _print(console, "MFU does not count gradients for frozen weights, which have none")
     _print(console, *_conclusion(config, plan, machine))
-    _print(console, *_advice(config, arguments, plan, machine))
+    _print(console, *_advice(config, plan, machine))
     if best:
         _print(console, *_commands(config, arguments, best, others))
         if config.data is None and config.tokenizer is None:
@@ -168,18 +172,29 @@ def _gpu_of(config: Config) -> str:
     return config.device or "H200"
 
 
-def _in_8_bits(config: Config, machine: Machine) -> list[Candidate]:
-    """The fastest configurations in 8 bits, where none are asked for and GPUs have them. Beside
+def _in_8_bits(config: Config, machine: Machine) -> Plan:
+    """The plan in 8 bits, where none are asked for and GPUs have them; else an empty one. Beside
     adapters, the frozen weights are stored so."""
+    plan = Plan()
     if _recipe(config) is not None or RATES[machine.device_kind].fp8_speedup <= 1:
-        return []
+        return plan
     changes: list[dict[str, Any]] = [{"fp8": "tensorwise"}, {"fp8": "rowwise"}]
     if config.lora.rank is not None:
         changes = [{"lora": dataclasses.replace(config.lora, base_format="rowwise")}]
-    found: list[Candidate] = []
     for change in changes:
-        found += make_plan(dataclasses.replace(config, **change), machine).candidates
-    return sorted(found, key=lambda candidate: candidate.seconds)[:_ROWS_IN_8_BITS]
+        plan.fitting += make_plan(dataclasses.replace(config, **change), machine).fitting
+    plan.fitting.sort(key=lambda candidate: candidate.seconds)
+    return plan
+
+
+def _about_memory(first: Candidate, machine: Machine) -> list[str]:
+    """A line that says which numbers of bytes are estimates."""
+    if first.traced_bytes is None:
+        return []
+    return [
+        f"GB of the first row were traced, as in a dry run, since it is near the"
+        f" {machine.limit / 1e9:.1f} GB that a run may use; others are estimates"
+    ]
 
 
 def _about_8_bits(config: Config, others: Sequence[Candidate]) -> list[str]:
@@ -217,7 +232,7 @@ def _table(rows: Sequence[Candidate], in_8_bits: Sequence[Candidate]) -> list[st
             config.gradient_accumulation_steps, *[config.expert_axes] * experts,
             "-" if recipe is None else recipe[1],
             milliseconds(row.seconds), f"{row.prediction.tokens_per_second:,.0f}",
-            f"{row.prediction.mfu:.1%}", f"{row.memory.total / 1e9:.1f}",
+            f"{row.prediction.mfu:.1%}", f"{row.bytes / 1e9:.1f}",
         ]  # fmt: skip
         lines.append([str(cell) for cell in cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -296,22 +311,14 @@ def _conclusion(config: Config, plan: Plan, machine: Machine) -> list[str]:
     return lines
 
 
-def _advice(config: Config, arguments: Sequence[str], plan: Plan, machine: Machine) -> list[str]:
-    """Lines that say, where nothing fits, what may fit all the same, and what would."""
+def _advice(config: Config, plan: Plan, machine: Machine) -> list[str]:
+    """Lines that say, where nothing fits, what would."""
     if not plan.is_too_large:
         return []
-    lines, miss = [], plan.smallest
-    if miss is not None and miss.memory.total <= (1 + _MEMORY_TOO_HIGH) * machine.limit:
-        flags = [*_machine_flags(config), *arguments, *_flags(miss)]
-        lines.append(
-            f"{miss.sizes}, zero {miss.config.zero}, remat {miss.config.remat} may fit all the"
-            f" same, since estimates have been up to {_MEMORY_TOO_HIGH:.0%} too high; a dry run"
-            f" computes it exactly: {_trainer('--dry-run', *flags)}"
-        )
     ways = ways_to_fit(config, machine)
     if ways:
-        return [*lines, f"by the estimate nothing fits; each of these would: {'; '.join(ways)}"]
-    return [*lines, "nothing fits: use a smaller model, or more and larger GPUs"]
+        return [f"by the estimate nothing fits; each of these would: {'; '.join(ways)}"]
+    return ["nothing fits: use a smaller model, or more and larger GPUs"]
 
 
 def _row_flags(candidate: Candidate) -> list[str]:

@@ -20,6 +20,7 @@ from train.config.loss_chunks import describe_loss_chunks
 from train.config.model_folder import model_name
 from train.memory.device_memory import GPUS, memory_fraction, memory_limit, usable, verdict
 from train.memory.step_memory import Memory, advice, memory_of
+from train.memory.tracing import tracing
 from train.optimizer.muon import describe_muon
 from train.optimizer.optimizer import make_optimizer
 from train.optimizer.state import state_on_mesh
@@ -31,7 +32,6 @@ from train.plan.memory_estimate import predict_memory
 from train.plan.mesh_choice import describe_faster_mesh
 from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, attention_of, predict_run
-from train.run.tracing import tracing
 from train.step import sharded_step
 
 _ONE_PROCESS = (

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from train.memory.tracing import tracing
 from train.processes.agreement import check_same, together
-from train.run.tracing import tracing
 
 _ADVICE = "give all nodes the same tuned tables, the same library and the same environment"
 

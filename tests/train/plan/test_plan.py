@@ -288,38 +288,6 @@ def test_where_nothing_fits_it_says_what_would(model: str, capsys) -> None:
         main([*plan, "--batch-size", str(2 * int(batch))])
 
 
-def near_miss(arguments: str, capsys: pytest.CaptureFixture) -> list[str]:
-    """The commands that compute the memory of what nearly fits of a plan."""
-    with pytest.raises(SystemExit, match=r"^1$"):
-        main(["--plan", *shlex.split(arguments)])
-    output = capsys.readouterr().out
-    commands = re.findall("computes it exactly: python -m train (.*)$", output, re.MULTILINE)
-    assert ("may fit all the same" in output) == bool(commands)
-    return commands
-
-
-def test_a_near_miss_has_the_command_that_computes_it(capsys) -> None:
-    model = "--device H100 --preset llama3-8b --model.num-layers {} --batch-size 2".format
-    [command] = near_miss(f"--devices 1 {model(15)}", capsys)
-    smallest = plan_of("llama3-8b", 1, layers=15, batch_size=2).smallest
-    assert smallest is not None
-    assert parse(shlex.split(command)) == dataclasses.replace(
-        smallest.config,
-        model=parse(shlex.split(model(15))).model,  # Its vocabulary is not padded yet.
-        dry_run=True,
-        device="H100",
-    )
-    assert not near_miss(f"--devices 1 {model(24)}", capsys)
-
-
-@pytest.mark.exhaustive
-def test_what_the_estimate_takes_for_too_large_fits_in_a_dry_run(capsys) -> None:
-    mesh = "--mesh.fsdp 4 --mesh.tensor 2"
-    [command] = near_miss(f"--preset qwen3-32b --device H100 --devices 8 {mesh}", capsys)
-    main(shlex.split(command))
-    assert "fits into the 73,600,000,000 bytes" in capsys.readouterr().out
-
-
 def test_no_advice_makes_the_largest_model_fit_on_a_gpu(capsys) -> None:
     plan = shlex.split("--plan --device H200 --devices 1 --preset llama3-405b")
     with pytest.raises(SystemExit, match=r"^1$"):

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from train.memory.tracing import tracing
 from train.run import tracing as module
-from train.run.tracing import tracing
 
 
 def test_garbage_is_collected_rarely_while_something_is_traced():

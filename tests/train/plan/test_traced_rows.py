@@ -1,0 +1,112 @@
+"""Rows of a plan near the limit are traced before it says that they fit."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.train.plan.test_plan import H100, config
+from train.memory.device_memory import GPUS
+from train.plan import traced_rows
+from train.plan.candidates import Candidate, Machine, Plan, make_plan
+from train.run.command_line import main
+
+DEVICES = 4
+
+
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Makes traces find these bytes, one after the other; the configurations are recorded."""
+
+    def find(*bytes_: float) -> list[Any]:
+        found, seen = iter(bytes_), []
+
+        def memory_of(config: Any, mesh: Any, **_: Any) -> SimpleNamespace:
+            seen.append(config)
+            return SimpleNamespace(total=next(found))
+
+        monkeypatch.setattr(traced_rows, "memory_of", memory_of)
+        return seen
+
+    return find
+
+
+def planned(over_the_first: float) -> tuple[Plan, Machine]:
+    """A plan with so many times the memory that the first row of all takes by the estimate."""
+    asked = config("llama3-8b", 4)
+    everything = Machine(DEVICES, H100, GPUS["H100"].memory)
+    [first, *_] = make_plan(asked, everything).fitting
+    share = over_the_first * first.bytes / everything.limit
+    machine = Machine(DEVICES, H100, int(share * everything.memory))
+    return make_plan(asked, machine), machine
+
+
+def trace(plan: Plan, machine: Machine) -> Candidate | None:
+    traced_rows.trace_first(plan, machine, GPUS["H100"].device)
+    return next(iter(plan.candidates), None)
+
+
+def test_what_fits_by_a_trace_has_its_bytes(tracing: Callable[..., list[Any]]) -> None:
+    plan, machine = planned(1.02)
+    [before, *rest] = plan.fitting
+    seen = tracing(machine.limit)
+    first = trace(plan, machine)
+    assert first is not None
+    assert (first.config, first.bytes) == (before.config, machine.limit)
+    assert seen == [before.config]
+    assert plan.fitting[1:] == rest
+
+
+def test_what_does_not_fit_by_a_trace_leaves_the_plan(tracing: Callable[..., list[Any]]) -> None:
+    plan, machine = planned(1.02)
+    first, second, *_ = plan.fitting
+    refused = sum(plan.refused.values())
+    seen = tracing(machine.limit + 1, machine.limit)
+    found = trace(plan, machine)
+    assert found is not None and found.config == second.config
+    assert all(each.config != first.config for each in plan.fitting)
+    assert sum(plan.refused.values()) == refused + 1
+    assert seen[0] == first.config
+
+
+@pytest.mark.parametrize("too_much", [0, 1])
+def test_what_nearly_fits_is_traced_where_nothing_does(
+    too_much: int, tracing: Callable[..., list[Any]]
+) -> None:
+    _, machine = planned(1.0)
+    plan = make_plan(config("llama3-8b", 4), Machine(DEVICES, H100, machine.memory // 100))
+    assert plan.smallest is not None
+    plan.fitting, limit = [], int(plan.smallest.bytes / 1.05)
+    near = Machine(DEVICES, H100, int(limit * machine.memory / machine.limit))
+    seen = tracing(near.limit + too_much)
+    found = trace(plan, near)
+    assert len(seen) == 1
+    assert (found is None) == bool(too_much)
+    assert plan.is_too_large == bool(too_much)
+
+
+def test_what_is_far_below_the_limit_is_not_traced(tracing: Callable[..., list[Any]]) -> None:
+    plan, machine = planned(1.2)
+    seen, before = tracing(), list(plan.fitting)
+    trace(plan, machine)
+    assert plan.fitting == before
+    assert not seen
+
+
+@pytest.mark.exhaustive
+def test_the_first_row_says_what_its_dry_run_says(capsys: pytest.CaptureFixture) -> None:
+    main(shlex.split("--plan --preset qwen3-32b --device H100 --devices 8"))
+    output = capsys.readouterr().out
+    assert "GB of the first row were traced" in output
+    [_, row] = re.findall("^(mesh .*|data=.*)$", output, re.MULTILINE)[:2]
+    [command] = re.findall("without GPUs: python -m train (.*)$", output, re.MULTILINE)
+    main(shlex.split(command))
+    dry_run = capsys.readouterr().out
+    assert "fits into the 73,600,000,000 bytes" in dry_run
+    [total] = re.findall(r"total +([\d,]+)", dry_run)
+    assert f"{int(total.replace(',', '')) / 1e9:.1f}" == row.split()[-1]
