@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Those that fit, the fastest first: of each mesh, placement of experts and recipe one."""
+        """The fastest that fits of each mesh, placement of experts and recipe; the fastest first."""
         fastest: dict[Any, Candidate] = {}
         for candidate in self.fitting:
             config = candidate.config
