@@ -107,9 +107,9 @@ def warnings_of(config: Config) -> list[str]:
             f"warning: lora.rank={config.lora.rank} without --init-from trains adapters beside"
             " random weights, which stay random; give --init-from with the weights to adapt"
         )
-    for name, user in _USERS.items():
+    for name, user in ({} if config.eval_only else _USERS).items():
         value = getattr(config, name)
-        if value != getattr(Config, name) and getattr(config, user) is None and not config.eval_only:
+        if value != getattr(Config, name) and getattr(config, user) is None:
             lines.append(
                 f"warning: {name}={value}: has no effect without --{user.replace('_', '-')}; add"
                 " that, or leave this out"

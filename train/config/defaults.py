@@ -18,9 +18,9 @@ from train.config.presets import PRESETS
 #: Fields with fine-tuning defaults, by dotted name.
 _FINE_TUNING = ("optimizer.learning_rate", "optimizer.warmup_steps", "sequence_length")
 #: Fields of which every resumed run keeps what its checkpoint was trained with.
-_KEPT = ("batch_size", "freeze", *(f"lora.{field.name}" for field in dataclasses.fields(LoraConfig)))
-#: Fields whose defaults follow from other settings, or from a checkpoint, by dotted name: those that
-#: `implied` may return.
+_KEPT = ("batch_size", "freeze", *(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig)))
+#: Fields whose defaults follow from other settings, or from a checkpoint, by dotted name: those
+#: that `implied` may return.
 FOLLOWING = (*_KEPT, *_FINE_TUNING, "zero")
 #: Rates of pre-training: those of Llama 3's three models lie on this curve (Llama Team, "The Llama
 #: 3 Herd of Models", 2024, table 3). To tune all weights takes about a thirtieth, and adapters take

@@ -132,9 +132,11 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
             default = read_config(given.config, given.preset, program, defaults)
         return tyro.cli(Config, default=default, args=arguments, prog=program, registry=CHOICES)
 
-    config = read({})
-    defaults = implied(config)
-    config = read(defaults) if defaults else config
+    asked = read({})
+    defaults = implied(asked)
+    config = read(defaults) if defaults else asked
+    if config.lora.rank is None:  # What else a checkpoint's adapters had is not asked for either.
+        config = dataclasses.replace(config, lora=asked.lora)
     groups = (name.partition(".") for name in _fields_given(arguments))
     check_adapters(config.lora, {field for group, _, field in groups if group == "lora"})
     return config

@@ -245,8 +245,9 @@ def test_a_linen_layer_that_is_called_twice_is_named(mesh: Mesh) -> None:
             return gate(x) + up(x) + gate(x)
 
     model = parallelize(Again(), {"": Shared("gate", "up")}, mesh=mesh)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
     with pytest.raises(ValueError, match="'gate' is called more often than 'up' on the array"):
-        jax.eval_shape(model.init, jax.random.key(0), X)
+        jax.eval_shape(model.apply, variables, X)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_resume_may_change_one_setting_of_its_adapters(tmp_path: Path):
     resume = saved_run(tmp_path, began)
     changed = parsed(f"{resume} --lora.alpha 16 --lora.no-rslora").lora
     assert changed == dataclasses.replace(began.lora, alpha=16.0, rslora=False)
-    with pytest.raises(ValueError, match="expected lora.rank too"):
+    with pytest.raises(ValueError, match=r"expected lora\.rank too"):
         parsed(f"{saved_run(tmp_path / 'whole', parsed(''))} --lora.alpha 16")
 
 
