@@ -96,7 +96,7 @@ def test_a_file_of_an_earlier_release_is_read_with_current_names(tmp_path):
     ],
 )
 def test_a_printed_configuration_is_like_the_flags_that_it_came_from(capsys, tmp_path, flags):
-    """What nobody has set follows from flags beside the file as it does from them alone."""
+    """A default follows from flags beside the file as it does from the flags alone."""
     began = parse(shlex.split("--lora.rank 8 --lora.alpha 64 --batch-size 4 --mesh.fsdp 2"))
     given = shlex.split(f"--checkpoint-dir {tmp_path}") + shlex.split(flags)
     saved_run(tmp_path, began)
