@@ -1,6 +1,7 @@
 """Collective matmuls: tensor-parallel communication hidden under the matmuls that need it."""
 
 from collective_matmul.dispatch.recording import record_decisions
+from collective_matmul.dispatch.registry import UnknownBackendError
 from collective_matmul.dispatch.selection import UnsupportedSiteError
 from collective_matmul.explain import explain
 from collective_matmul.jit.compiler import overlap_jit
@@ -44,6 +45,7 @@ __all__ = [
     "AttentionDecision",
     "Quantized",
     "Segments",
+    "UnknownBackendError",
     "UnsupportedSiteError",
     "all_gather_matmul",
     "collective_einsum",

@@ -50,7 +50,7 @@ def _check_devices(parsed: argparse.Namespace) -> None:
             f"JAX finds no GPU, only {platform} devices, where nothing runs under"
             " a matmul; add --without-gpus to measure them all the same"
         )
-    check_place(jax.devices()[0], parsed.output, "output", "add --output FILE")
+    check_place(jax.devices()[0], parsed.output, "add --output FILE")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Never
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -27,7 +27,7 @@ from collective_matmul.jit.compiler import (
     check_peer_kernels,
     renamed_fused,
 )
-from collective_matmul.jit.graph_functions import check_function
+from collective_matmul.jit.graph_functions import check_function, explaining_arguments
 from collective_matmul.jit.peer_decision import NO_SITE, PeerKernelDecision, decide
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
 from collective_matmul.rewrite import FoundSite, WrittenBlocks, rewritten, traced_program
@@ -51,6 +51,8 @@ class MergedGathers:
 
 
 NONE_MERGED = MergedGathers()
+#: How to pass the arguments of a function.
+_CALL = "explain({})(*args)"
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,13 @@ class Explanation:
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, width: int = WIDTH) -> str:
-        """The table, with lines of at most `width` characters, and the totals."""
+    def table(self, width: int = WIDTH, verbose: str = "verbose=True") -> str:
+        """The table and the totals.
+
+        Args:
+          width: the number of characters that no line exceeds.
+          verbose: how the reader asks for `Explanation.verbose`, such as a flag of a program.
+        """
         if not self.enters_shard_map:
             return textwrap.fill(f"no collective matmuls: {NOTHING_SHOWN}", width)
         if not self.decisions and not self.plain:
@@ -99,10 +106,12 @@ class Explanation:
         lines = [*map(line_of, self.decisions), *map(_line_of_plain, shown)]
         runs = {line: self.runs[line] for line in lines if line in self.runs}
         table = [format_table(lines, runs, width)] if lines else []
-        return "\n".join([*table, *(textwrap.fill(total, width) for total in self._totals())])
+        return "\n".join(
+            [*table, *(textwrap.fill(total, width) for total in self._totals(verbose))]
+        )
 
-    def _totals(self) -> list[str]:
-        """Sentences about all lines together."""
+    def _totals(self, verbose: str) -> list[str]:
+        """Sentences about all lines together. The argument is that of `table`."""
         ops = {line_of(decision): decision for decision in self.decisions}
         plain = {_line_of_plain(site): site for site in self.plain}
         runs = {line: self.runs.get(line, 0) for line in (*ops, *plain)}
@@ -116,7 +125,7 @@ class Explanation:
         if (unmeasured := _unmeasured(self.decisions)) is not None:
             totals.append(unmeasured)
         if plain:
-            totals.append(self._total_of_plain(plain, runs))
+            totals.append(self._total_of_plain(plain, runs, verbose))
             alone = [(runs[line], site.communication_seconds) for line, site in plain.items()]
             if all(seconds is not None for _, seconds in alone):
                 seconds = sum(n * (each or 0) for n, each in alone)
@@ -176,7 +185,9 @@ class Explanation:
             " weights, or layers.Shared for the layers, does so with each backend"
         ]
 
-    def _total_of_plain(self, plain: Mapping[Line, FoundSite], runs: Mapping[Line, int]) -> str:
+    def _total_of_plain(
+        self, plain: Mapping[Line, FoundSite], runs: Mapping[Line, int], verbose: str
+    ) -> str:
         """How many plain gathers and sums there are, and what becomes of them."""
 
         def count(which: Callable[[FoundSite], bool]) -> int:
@@ -185,7 +196,7 @@ class Explanation:
         sites = count(lambda site: site.replaced and not site.kept)
         kept = count(lambda site: site.kept)
         alone = count(lambda site: not site.replaced)
-        listed = "" if self.verbose else " (verbose=True lists them)"
+        listed = "" if self.verbose else f" ({verbose} lists them)"
         parts = {
             f"{sites} site{'s' * (sites > 1)}; pass the function to overlap to replace"
             f" {'them' if sites > 1 else 'it'}": sites,
@@ -198,7 +209,7 @@ class Explanation:
 
 def explain(
     fun: Callable,
-    *,
+    *misplaced: Never,
     peer_kernels: PeerKernels = UNDECIDED,
     verbose: bool = False,
     fused: bool | None = None,
@@ -234,6 +245,7 @@ def explain(
 
     Args:
       fun: the function to explain; of one of `overlap_jit`, the function that it compiles.
+      *misplaced: none; the arguments of `fun` are for the function that is returned.
       peer_kernels: as for the `overlap_jit` by which it will be compiled, or is. With "auto",
         the last lines of the table say whether kernels that address peers' memory are allowed, and
         why. Lines of collectives that `overlap` would replace are for the decision that the program
@@ -244,7 +256,13 @@ def explain(
     Returns:
       A function that takes the arguments of `fun`, or their `jax.ShapeDtypeStruct`, and returns an
       `Explanation`.
+
+    Raises:
+      TypeError: if `fun` is no function; from what is returned, for arguments that `fun` does not
+        take.
+      ValueError: for another `peer_kernels`.
     """
+    _check_misplaced(misplaced)
     if fused is not None:
         peer_kernels = renamed_fused("explain", fused)
 
@@ -254,13 +272,16 @@ def explain(
         allowed = fun.requested if peer_kernels == UNDECIDED else peer_kernels
 
         def of_compiled(*args: Any, **kwargs: Any) -> Explanation:
+            given = args, kwargs
             function, args, kwargs = fun.uncompiled(args, kwargs)
-            return explain(function, peer_kernels=allowed, verbose=verbose)(*args, **kwargs)
+            with explaining_arguments(_CALL, fun, *given):
+                return explain(function, peer_kernels=allowed, verbose=verbose)(*args, **kwargs)
 
         return of_compiled
 
     def explanation(*args: Any, **kwargs: Any) -> Explanation:
-        traced = _traced(fun, args, kwargs, peer_kernels)
+        with explaining_arguments(_CALL, fun, args, kwargs):
+            traced = _traced(fun, args, kwargs, peer_kernels)
         overlapped = traced.overlapped(peer_kernels)
         if isinstance(peer_kernels, bool):
             decision = PeerKernelDecision(peer_kernels, "requested")
@@ -281,6 +302,15 @@ def explain(
         )
 
     return explanation
+
+
+def _check_misplaced(args: tuple) -> None:
+    """Raises TypeError if there are arguments beside the function."""
+    if args:
+        raise TypeError(
+            f"args: {len(args)} beside the function; expected its arguments in a call of what"
+            " explain returns: explain(f)(*args)"
+        )
 
 
 def _value(decision: PeerKernelDecision) -> bool | Disallowed:

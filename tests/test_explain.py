@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -302,3 +303,49 @@ def test_what_computes_nothing_that_is_returned_does_not_run(make_mesh: MeshFact
         assert forward == [f"{gathers}×", f"{scatters}×"]
     assert permutes_of(fun) == 2 + 2
     assert permutes_of(jax.value_and_grad(fun)) == 2 + 2 + 4
+
+
+@pytest.mark.parametrize("compiled", [lambda fun: fun, jax.jit, overlap_jit, jax.grad])
+def test_arguments_that_a_function_does_not_take_are_named(
+    make_mesh: MeshFactory, compiled: Any
+) -> None:
+    sharded = on(make_mesh({AXIS: 2}))
+
+    def loss(x: Any, weights: Any, *, scale: float = 1.0) -> jax.Array:
+        return scale * sharded(x, weights).sum()
+
+    names = r"loss\(x, weights, \*, scale=1\.0\)"
+    takes = rf"; give the arguments of {names} one by one: explain\(loss\)\(\*args\)$"
+    explained, args = explain(compiled(loss)), arguments()
+    for message, call in {
+        r"^args: 1, a tuple: missing a required argument: 'weights'": lambda: explained(args),
+        r"^args: 0: missing a required argument: 'x'": lambda: explained(),
+        r"^args: 3: too many positional arguments": lambda: explained(*args, 1.0),
+        r"^args: 2, and scales by name: got .* 'scales'": lambda: explained(*args, scales=1.0),
+    }.items():
+        with pytest.raises(TypeError, match=message + takes):
+            call()
+    assert explained(*args).decisions
+    with pytest.raises(
+        TypeError, match=r"^args: 2 beside the function; .*: explain\(f\)\(\*args\)$"
+    ):
+        cast("Any", explain)(compiled(loss), *args)
+
+
+def test_errors_of_a_function_and_arguments_that_a_decorator_adds_stay(
+    make_mesh: MeshFactory,
+) -> None:
+    def block(mesh: Any, x: Any, weights: Any) -> Any:
+        return on(mesh)(x, weights)
+
+    @functools.wraps(block)  # Python takes the signature for that of the decorated function.
+    def with_mesh(*args: Any) -> Any:
+        return block(make_mesh({AXIS: 2}), *args)
+
+    assert explain(with_mesh)(*arguments()).decisions
+
+    def broken(x: Any) -> Any:
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="of its own"):
+        explain(broken)(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul import explain, overlap
+from collective_matmul import explain, matmul_all_reduce, overlap
 from collective_matmul.explain import Explanation
 from collective_matmul.rewrite import find_sites
 from tests.conftest import MeshFactory
@@ -46,6 +47,8 @@ def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> N
     (_, *lines, total_alone) = replace(explanation, verbose=False).table(WIDE).splitlines()
     assert [re.split(r"  +", line) for line in lines] == [gather, scatter]
     assert total_alone == f"{total} alone (verbose=True lists them)"
+    *_, total_of_a_program = replace(explanation, verbose=False).table(WIDE, "--all").splitlines()
+    assert total_of_a_program == f"{total} alone (--all lists them)"
 
 
 def test_a_program_without_sites_has_a_total_alone(make_mesh: MeshFactory) -> None:
@@ -209,3 +212,118 @@ def test_what_overlap_left_alone_is_not_replaced_by_explain(make_mesh: MeshFacto
     assert "with overlap" not in table and "pass the function" not in table
     assert table.count("fused is not possible") == 2
     assert "3 plain gathers and sums: 3 left alone" in table
+
+
+SLICED = {
+    "rows": lambda x, w: lax.all_gather(x, AXIS, tiled=True)[:4] @ w,
+    "features": lambda x, w: lax.all_gather(x, AXIS, tiled=True)[:, :2] @ w[:2],
+    "dynamic rows": lambda x, w: (
+        lax.dynamic_slice_in_dim(lax.all_gather(x, AXIS, tiled=True), x.shape[0] - 1, 4) @ w
+    ),
+}
+CURED = {
+    "rows": lambda x, w: (lax.all_gather(x, AXIS, tiled=True) @ w)[:4],
+    "features": lambda x, w: lax.all_gather(x[:, :2], AXIS, tiled=True) @ w[:2],
+    "dynamic rows": lambda x, w: lax.dynamic_slice_in_dim(
+        lax.all_gather(x, AXIS, tiled=True) @ w, x.shape[0] - 1, 4
+    ),
+}
+SLICED_SUMS = {
+    "rows": lambda x, w: lax.psum((x @ w)[:4], AXIS),
+    "scattered rows": lambda x, w: lax.psum_scatter((x @ w)[:4], AXIS, tiled=True),
+    "parts": lambda x, w: sum(lax.psum(part, AXIS) for part in jnp.split(x @ w, 2)),
+}
+CURED_SUMS = {
+    "rows": lambda x, w: lax.psum(x @ w, AXIS)[:4],
+    "scattered rows": lambda x, w: lax.psum_scatter(x[:4] @ w, AXIS, tiled=True),
+    "parts": lambda x, w: sum(jnp.split(lax.psum(x @ w, AXIS), 2)),
+}
+
+
+@pytest.mark.parametrize("case", SLICED)
+def test_a_slice_after_a_gather_has_a_cure_which_helps(make_mesh: MeshFactory, case: str) -> None:
+    """And the result is the same."""
+    x, w = jnp.arange(32.0).reshape(8, 4), jnp.ones((4, 6))
+    cure = "which could cut x before the gather or the product after the matmul, uses the gathered"
+    results = []
+    for body, replaced in ((SLICED[case], False), (CURED[case], True)):
+        fun = jax.shard_map(
+            body,
+            mesh=make_mesh({AXIS: 2}),
+            in_specs=(P(AXIS), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+        (site,) = explain(fun)(x, w).plain
+        assert site.replaced == replaced
+        assert (cure in site.reason) != replaced
+        results.append(np.asarray(overlap(fun)(x, w)))
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("case", SLICED_SUMS)
+def test_a_slice_before_a_sum_has_a_cure_which_helps(make_mesh: MeshFactory, case: str) -> None:
+    x, w = jnp.arange(32.0).reshape(8, 4), jnp.ones((4, 6))
+    results = []
+    for body, replaced in ((SLICED_SUMS[case], False), (CURED_SUMS[case], True)):
+        fun = jax.shard_map(
+            body,
+            mesh=make_mesh({AXIS: 2}),
+            in_specs=(P(None, AXIS), P(AXIS)),
+            out_specs=P(AXIS) if case == "scattered rows" else P(),
+            check_vma=False,
+        )
+        for site in explain(fun)(x, w).plain:
+            assert site.replaced == replaced
+            cure = site.reason.endswith("; cut x or w before the matmul, or the sum after it")
+            assert cure != replaced
+        results.append(np.asarray(overlap(fun)(x, w)))
+    np.testing.assert_array_equal(*results)
+
+
+def summed_products(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return lax.psum(jnp.sin(x @ up) @ down, AXIS)
+
+
+def over_data(body: Callable, make_mesh: MeshFactory) -> Callable:
+    """A loss whose gradients of weights are sums over a second axis."""
+    sharded = jax.shard_map(
+        body,
+        mesh=make_mesh({"data": 2, AXIS: 2}),
+        in_specs=(P("data"), P(None, AXIS), P(AXIS)),
+        out_specs=P("data"),
+    )
+    return lambda *args: sharded(*args).sum()
+
+
+def test_sums_of_gradients_beside_an_op_have_a_cure_which_helps(make_mesh: MeshFactory) -> None:
+    """The sites of one `overlap` around the gradient are more than those of one inside."""
+    loss, arguments = over_data(summed_products, make_mesh), flat_arguments()
+    inside = explain(jax.grad(overlap(loss), (1, 2)))(*arguments).plain
+    reasons = [site.reason for site in inside if not site.replaced]
+    assert reasons and all(
+        re.fullmatch(
+            r"the summed array comes from the op that overlap has already put in place of the"
+            r" matmul at test_explain_overlap\.py:\d+; to have it look at this sum too, put it"
+            r" around the gradient: overlap\(jax\.grad\(f\)\), not jax\.grad\(overlap\(f\)\)",
+            reason,
+        )
+        for reason in reasons
+    )
+    around = explain(overlap(jax.grad(loss, (1, 2))))(*arguments).plain
+    assert all(site.replaced for site in around)
+
+
+def test_a_sum_of_the_result_of_an_op_that_the_program_calls(make_mesh: MeshFactory) -> None:
+    """No `overlap` has put the op there, and elsewhere it would not have found more."""
+
+    def body(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.psum(matmul_all_reduce(x, w, AXIS), "data")
+
+    mesh, specs = make_mesh({"data": 2, AXIS: 2}), (P("data", AXIS), P(AXIS))
+    sums = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
+    (site,) = explain(sums)(*flat_arguments()[:2]).plain
+    expected = (
+        r"the summed array comes from an op at .*py:\d+, whose results overlap leaves as they.*"
+    )
+    assert re.fullmatch(expected, site.reason)

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -46,6 +46,8 @@ class Decision:
         site even then; or None.
       multiplied_dtypes: in which the backend multiplies x and w; None if they are the site's own.
       is_unmeasured: whether times are those of models, as nothing similar was measured.
+      device_kind: JAX's name of the kind of device that it is for, which may be one that is not
+        here: a mesh can describe it.
     """
 
     site: Any
@@ -58,6 +60,7 @@ class Decision:
     peer_unsupported_reason: str | None = None
     multiplied_dtypes: tuple[str, str] | None = None
     is_unmeasured: bool = False
+    device_kind: str = field(default="", compare=False)
 
     @property
     def hidden_seconds(self) -> float:

@@ -14,6 +14,20 @@ from collective_matmul.source_location import warn_deprecated
 REFERENCE = "xla"
 
 
+class UnknownBackendError(ValueError):
+    """A name of no backend was requested.
+
+    A program that takes these names from its own user can say with them what it expects.
+
+    Attributes:
+      known: the names of the backends.
+    """
+
+    def __init__(self, message: str, known: Sequence[str]):
+        super().__init__(message)
+        self.known = tuple(known)
+
+
 class Registry(Backends):
     """The backends of one family of ops, in the order in which they are listed.
 
@@ -68,7 +82,8 @@ class Registry(Backends):
         """The names that a user's argument `implementation` requests, best first, or None.
 
         Raises:
-          ValueError: unless `value` is None, the name of a backend, or a sequence of such names.
+          UnknownBackendError: unless `value` is None, the name of a backend, or a sequence of such
+            names.
         """
         if value is None:
             return None
@@ -76,9 +91,10 @@ class Registry(Backends):
         is_named = isinstance(named, Sequence) and all(isinstance(name, str) for name in named)
         names = tuple(map(self.current_name, named)) if is_named else ()
         if not names or not all(name in self._backends for name in names):
-            raise ValueError(
+            raise UnknownBackendError(
                 f"{self.argument}={value!r}: expected None (choose per shape), or one or several of"
-                f" {', '.join(self._backends)}"
+                f" {', '.join(self._backends)}",
+                list(self._backends),
             )
         return names
 

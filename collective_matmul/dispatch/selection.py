@@ -105,6 +105,7 @@ def choose(site: Request, requested: Sequence[str] | None = None) -> Any:
         unsupported,
         multiplied,
         is_unmeasured=reference is not None and not assessments.are_measured,
+        device_kind=traced_device().device_kind,
     )
     record(decision)
     return numbered(decision, choice.backend)

@@ -28,9 +28,13 @@ def described(equation: JaxprEqn) -> str:
     name, parameters = equation.primitive.name, equation.params
     if name in ("jit", "pjit"):
         name = f"{str(parameters['name']).strip('_')}()"
-    what = _WORDS.get(name, name)
+    return _WORDS.get(name, name) + place_of(equation)
+
+
+def place_of(equation: JaxprEqn) -> str:
+    """Text to follow what an equation is, such as " at model.py:12"; "" if it is not known."""
     source = source_of(equation)
-    return what if source is None else f"{what} at {Path(source.file).name}:{source.line}"
+    return "" if source is None else f" at {Path(source.file).name}:{source.line}"
 
 
 def source_of(equation: JaxprEqn) -> SourceLocation | None:

@@ -8,13 +8,14 @@ definition before the call and merges them again inside, and the same in the oth
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,52 @@ def check_function(fun: Any) -> None:
     """Raises TypeError for what cannot be called, before it is wrapped."""
     if not callable(fun):
         raise TypeError(f"fun={fun!r}: expected a function")
+
+
+@contextlib.contextmanager
+def explaining_arguments(
+    call: str, fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Explains errors inside, where a function is traced, if it does not take its arguments.
+
+    Args:
+      call: how to pass arguments, with a place for the function's name, such as "tune({}, *args)".
+      fun: the function.
+      args: the arguments by position.
+      kwargs: those by name.
+
+    Raises:
+      TypeError: in place of a TypeError or ValueError inside.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if (wrong := _wrong_arguments(call, fun, args, kwargs)) is None:
+            raise
+        raise TypeError(wrong) from error
+
+
+def _wrong_arguments(
+    call: str, fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    """Why a function does not take arguments; None if it does, or its signature is not known."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(fun, "__name__", type(fun).__name__)
+        given = f"{len(args)}, a {type(args[0]).__name__}" if len(args) == 1 else f"{len(args)}"
+        given += f", and {', '.join(kwargs)} by name" if kwargs else ""
+        names = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        taken = signature.replace(parameters=names, return_annotation=signature.empty)
+        return (
+            f"args: {given}: {error}; give the arguments of {name}{taken} one by one:"
+            f" {call.format(name)}"
+        )
+    return None
 
 
 class GraphNodesError(Exception):

@@ -195,6 +195,16 @@ def _work_of_the_compiler(program: Jaxpr, axis_sizes: Mapping[str, int]) -> str 
     names = ", ".join(f"{name!r} of size {axis_sizes[name]}" for name in axes)
     return (
         f"the compiler divides {described(equation)} over axis {names}, and may add collectives"
-        " that the program does not show; where it adds few, peer_kernels=True may be faster:"
-        " measure both"
+        f" that the program does not show; {_cure(equation)}; where the compiler adds few,"
+        " peer_kernels=True may be faster: measure both"
+    )
+
+
+def _cure(equation: JaxprEqn) -> str:
+    """How a program can do without the collectives that the compiler may add for an equation."""
+    if equation.primitive.name in ("shard_map", "sharding_constraint"):
+        return "shard its arrays over the axis as the operations around it do"
+    return (
+        "leave it out, or do it in a jax.shard_map over the axis, or after the matmul that gathers"
+        " over the axis"
     )

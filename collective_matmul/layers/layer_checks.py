@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,19 @@ from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.experts.activations import ACTIVATIONS
 
 
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Names the layer at `path` in errors about its arguments; the model itself has no name.
+
+    Raises:
+      ValueError: for one inside.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path!r}: {error}" if path else str(error)) from None
+
+
 def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
     """`value` as a tuple.
 
@@ -32,6 +46,14 @@ def sizes(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
             f"{argument}={value!r}: expected a whole number of at least 1, or several of them"
         )
     return several
+
+
+def head_count(argument: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a number of heads, or None where it is not said."""
+    if value is not None and (not isinstance(value, int | np.integer) or value < 1):
+        raise ValueError(
+            f"{argument}={value!r}: expected the number of heads, a whole number of at least 1"
+        )
 
 
 def features(argument: str, value: int | Sequence[int], axis_name: str, devices: int) -> None:
@@ -74,6 +96,7 @@ def copies(
     Raises:
       ValueError: unless the heads, each as often as it is computed, are one for each device.
     """
+    head_count("heads", heads)
     if value == 1 and heads is None:
         return 1
     if heads is None and len(outputs) == 1:
@@ -106,10 +129,12 @@ def _check_heads(heads: int, outputs: Sequence[int]) -> None:
             f"heads={heads}: the first of out_features={shown} is the number of heads; pass"
             f" heads={size}"
         )
-    if heads < 1 or size % heads:
+    if size % heads:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        nearest = sorted(sorted(divisors, key=lambda n: abs(n - heads))[:4])
         raise ValueError(
-            f"heads={heads}: expected the number of heads whose features, one head after the"
-            f" other, are the out_features={shown}: a divisor of them"
+            f"heads={heads}: does not divide out_features={shown}, the features of all heads, one"
+            f" head after the other; expected a divisor, such as {', '.join(map(str, nearest))}"
         )
 
 
@@ -132,7 +157,8 @@ def copies_of_heads(heads: int | None, axis_name: str, devices: int | None) -> i
         fitting = [n for n in range(1, devices) if n % heads == 0 or heads % n == 0]
         raise ValueError(
             f"heads={heads}: axis {axis_name!r} of size {devices} neither divides the heads nor is"
-            f" a multiple of them; smaller axes that fit: {', '.join(map(str, fitting))}"
+            f" a multiple of them; correct the number of heads, or take a smaller axis that fits:"
+            f" {', '.join(map(str, fitting))}"
         )
     return max(devices // heads, 1)
 
@@ -150,20 +176,21 @@ def equal_heads(outputs: Mapping[str, Sequence[int]], heads: Mapping[str, int]) 
     """Checks that layers which share a gather have heads of one size, as queries and keys need.
 
     Args:
-      outputs: the output features of each layer, by name.
+      outputs: the output features of each layer, by path.
       heads: how many heads they are, for layers of which that was said.
 
     Raises:
-      ValueError: if they are of different sizes.
+      ValueError: if a layer's features are not those of so many heads, or of heads of another size.
     """
     sizes: dict[str, int] = {}
-    for name, count in heads.items():
-        _check_heads(count, outputs[name])
-        sizes[name] = math.prod(outputs[name]) // count
+    for path, count in heads.items():
+        with naming(path):
+            _check_heads(count, outputs[path])
+        sizes[path] = math.prod(outputs[path]) // count
     if len({*sizes.values()}) > 1:
         found = "; ".join(
-            f"{name!r} has {math.prod(outputs[name])} features, {heads[name]} heads of {size}"
-            for name, size in sizes.items()
+            f"{path!r} has {math.prod(outputs[path])} features, {heads[path]} heads of {size}"
+            for path, size in sizes.items()
         )
         raise ValueError(
             f"heads={dict(heads)}: expected heads of one size, found: {found}; correct the number"
@@ -182,12 +209,10 @@ def heads(path: str, module: Any, axis_name: str, mesh: Mesh | AbstractMesh | No
     """
     devices = known_axis_size(axis_name, mesh) or 1
     key_value_heads = getattr(module, "num_kv_heads", module.num_heads)
-    try:
+    with naming(path):
         features("num_heads", module.num_heads, axis_name, devices)
         if devices % key_value_heads:
             features("num_kv_heads", key_value_heads, axis_name, devices)
-    except ValueError as error:
-        raise ValueError(f"{path!r}: {error}") from None
     return key_value_heads if key_value_heads < devices else None
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import functools
-import inspect
 import math
 import os
 import subprocess
@@ -26,9 +24,15 @@ from collective_matmul.dispatch.recording import decisions_of
 from collective_matmul.dispatch.registry import OPS, REFERENCE, current_name
 from collective_matmul.dispatch.tables import table_files
 from collective_matmul.dispatch.tables.table import Entry, Table
-from collective_matmul.dispatch.tables.table_files import writable_path
+from collective_matmul.dispatch.tables.table_files import (
+    CACHE_VARIABLE,
+    cache_path,
+    file_name,
+    writable_path,
+)
 from collective_matmul.hardware import how_to_simulate
 from collective_matmul.jit.compiler import OverlapJit
+from collective_matmul.jit.graph_functions import explaining_arguments
 from collective_matmul.peer_access import peer_kernels_allowed
 from collective_matmul.transport import Transport, transport_between
 from collective_matmul.tuning.timing import measure
@@ -88,22 +92,23 @@ def tune(
     Raises:
       TypeError: for arguments that the function does not take.
       ValueError: for a target of another kind, unknown names, a function without collective
-        matmuls, arguments without a function, fewer devices than a site has, devices of different
-        kinds, a table at `path` for another kind, sites of other than all devices of several
-        processes, numbers that do not allow a measurement, a folder that cannot be written, or
-        devices that are no GPUs while neither `path` nor the environment names a place for their
-        table.
+        matmuls, or for devices that its mesh describes and that are not here, arguments without a
+        function, fewer devices than a site has, devices of different kinds or descriptions of some,
+        a table at `path` for another kind, sites of other than all devices of several processes,
+        numbers that do not allow a measurement, a folder that cannot be written, or devices that
+        are no GPUs while neither `path` nor the environment names a place for their table.
       OSError: if the table cannot be written after all.
     """
     if not limit_seconds > 0:
         raise ValueError(f"limit_seconds={limit_seconds}: expected more than 0")
     timed = functools.partial(measure, seconds_per_group=seconds_per_group)
     timed({}, groups=groups)  # Refuses bad settings before anything is compiled.
-    found = jax.devices() if devices is None else list(devices)
     known = dict.fromkeys(name for op in OPS.values() for name in op.backends)
     names = tuple(known if implementations is None else map(current_name, implementations))
+    found = _measured_devices(devices)
+    kind = found[0].device_kind
     with peer_kernels_allowed(True):  # As in the programs that are timed.
-        sites = _sites(target, args)
+        sites = _sites(target, args, kind)
     left_out = [site for site in sites if not site.is_tabled]
     sites = [site for site in sites if site.is_tabled]
     _check_names(names, known)
@@ -111,7 +116,6 @@ def tune(
     # They are measured on these devices, whichever they were found on.
     sites = [_moved_by(transport_between(found), site) for site in sites]
     check_place(found[0], path)
-    kind = found[0].device_kind
     tuner = _Tuner(
         devices=found,
         implementations=tuple(dict.fromkeys((REFERENCE, *names))),
@@ -130,10 +134,28 @@ def estimated_seconds(sites: Collection[Request]) -> float:
     return _SECONDS_OF_A_SITE * len(sites)
 
 
-def _sites(target: Callable | Iterable[Request], args: tuple) -> list[Request]:
+def _measured_devices(devices: Any) -> list[Any]:
+    """The devices to measure on: by default all.
+
+    Raises:
+      ValueError: unless they are devices, not a description of some, and of one kind.
+    """
+    found = jax.devices() if devices is None else devices
+    if not isinstance(found, Iterable) or not all(isinstance(d, jax.Device) for d in found):
+        raise ValueError(
+            f"devices={devices!r}: expected devices to measure on, which a description is not; run"
+            " this on the GPUs, with some of jax.devices(), or leave devices out to take them all"
+        )
+    kinds = {device.device_kind for device in found}
+    if len(kinds) != 1:
+        raise ValueError(f"devices: of kinds {sorted(kinds)}; expected at least one, all alike")
+    return list(found)
+
+
+def _sites(target: Callable | Iterable[Request], args: tuple, kind: str) -> list[Request]:
     if args and not callable(target):
         raise ValueError(f"args: {len(args)} beside sites; expected none, leave them out")
-    found = _sites_in(target, args) if callable(target) else _checked(target)
+    found = _sites_in(target, args, kind) if callable(target) else _checked(target)
     distinct = dict.fromkeys(site.flat for site in found)
     return [site for site in distinct if site.communicates and site.flops > 0]
 
@@ -155,39 +177,39 @@ def _checked(sites: Any) -> list[Request]:
     return found
 
 
-def _check_arguments(fun: Callable, args: tuple) -> None:
-    """Refuses arguments that the function does not take."""
-    with contextlib.suppress(ValueError):  # Python knows no signature of some functions.
-        signature = inspect.signature(fun)
-        try:
-            signature.bind(*args)
-        except TypeError as error:
-            name = getattr(fun, "__name__", type(fun).__name__)
-            raise TypeError(
-                f"args: {len(args)}: {error}; give the arguments of {name}{signature} after it:"
-                f" tune({name}, *args)"
-            ) from None
-
-
 def _moved_by(transport: Transport, site: Any) -> Request:
     """The site with a transport, which requests of further ops may do without."""
     has_one = "transport" in {each.name for each in dataclasses.fields(site)}
     return replace(site, transport=transport) if has_one else site
 
 
-def _sites_in(fun: Callable, args: tuple) -> list[Request]:
-    _check_arguments(fun, args)
+def _sites_in(fun: Callable, args: tuple, kind: str) -> list[Request]:
     traced, traced_args = fun, args
     if isinstance(fun, OverlapJit):
         traced, traced_args, _ = fun.uncompiled(args, {})
-    found = [decision.site for decision in decisions_of(traced, *traced_args)]
-    if not found:
+    with explaining_arguments("tune({}, *args)", fun, args, {}):
+        decisions = decisions_of(traced, *traced_args)
+    if not decisions:
         raise ValueError(
             f"target={fun!r}: calls no collective matmul; give a function that does. To measure the"
             " gathers and sums of a function f that calls none, give what replaces them:"
             " collective_matmul.overlap(f)"
         )
-    return found
+    for decision in decisions:
+        _check_present(decision.device_kind, kind)
+    return [decision.site for decision in decisions]
+
+
+def _check_present(kind: str, present: str) -> None:
+    """Refuses a function for devices of a kind that a mesh describes and that are not here."""
+    if kind == present:
+        return
+    place = cache_path(kind) or f"{file_name(kind)} in a folder that {CACHE_VARIABLE} names"
+    raise ValueError(
+        f"target: its mesh describes {kind}, and there are none to measure on, only {present}; run"
+        f" tune where they are, and copy the table that it saves there to {place} here, where"
+        " decisions for the described mesh read it"
+    )
 
 
 def _check_names(names: Sequence[str], known: Collection[str]) -> None:
@@ -198,9 +220,6 @@ def _check_names(names: Sequence[str], known: Collection[str]) -> None:
 
 
 def _check(sites: Sequence[Request], devices: Sequence[Any]) -> None:
-    kinds = {device.device_kind for device in devices}
-    if len(kinds) != 1:
-        raise ValueError(f"devices: of kinds {sorted(kinds)}; expected at least one, all alike")
     for site in sites:
         if site.axis_size > len(devices):
             raise ValueError(
@@ -216,25 +235,21 @@ def _check(sites: Sequence[Request], devices: Sequence[Any]) -> None:
 
 
 def check_place(
-    device: Any,
-    path: str | os.PathLike | None,
-    argument: str = "path",
-    advice: str = "give it a path of its own",
+    device: Any, path: str | os.PathLike | None, advice: str = "give the table a path of its own"
 ) -> None:
     """Raises ValueError where times of a CPU would decide about this user's later programs.
 
     Args:
       device: one of those that are measured.
       path: the file of the table; None: that in the user's cache.
-      argument: the name of `path` for the user.
       advice: how the user gives it.
     """
-    if device.platform == "gpu" or path is not None or os.environ.get(table_files.CACHE_VARIABLE):
+    if device.platform == "gpu" or path is not None or os.environ.get(CACHE_VARIABLE):
         return
     raise ValueError(
-        f"{argument}=None: the devices are of {device.device_kind}, where nothing runs under a"
-        f" matmul, and later programs would use their table; {advice}, or set"
-        f" {table_files.CACHE_VARIABLE}"
+        f"devices: no GPUs to measure on, only {device.device_kind}, where nothing runs under a"
+        f" matmul; run this on the GPUs, or, to measure these and keep their times from later"
+        f" programs, {advice} or set {CACHE_VARIABLE}"
     )
 
 

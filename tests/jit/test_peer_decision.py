@@ -330,8 +330,9 @@ def test_with_them_the_reference_takes_what_xla_hides_elsewhere(
 
 
 AUTO_AXIS = (
-    "may add collectives that the program does not show; where it adds few, peer_kernels=True may"
-    " be faster: measure both"
+    "may add collectives that the program does not show; leave it out, or do it in a jax.shard_map"
+    " over the axis, or after the matmul that gathers over the axis; where the compiler adds few,"
+    " peer_kernels=True may be faster: measure both"
 )
 
 
@@ -345,6 +346,45 @@ def test_work_outside_shard_map_that_the_compiler_divides() -> None:
     assert decision.reason.startswith("the compiler divides reduce_max at test_peer_decision.py:")
     assert f"over axis 'tensor' of size 4, and {AUTO_AXIS}; they are predicted to" in str(decision)
     assert not backends_of(explain(lambda *args: stack(*args).max(0))(*FEW)) & PEERS
+
+
+def test_what_the_compiler_divides_has_a_cure_which_helps() -> None:
+    """Rows that are cut before the next op gathers them, after it, or in a `shard_map`."""
+    mesh = mesh_of()
+    up = jax.shard_map(
+        lambda x, w: all_gather_matmul(x, w, AXIS),
+        mesh=mesh,
+        in_specs=(P(AXIS), P(None, AXIS)),
+        out_specs=P(None, AXIS),
+        check_vma=False,
+    )
+    last = jax.shard_map(
+        lambda x: lax.all_gather(x[-1:], AXIS, tiled=True),
+        mesh=mesh,
+        in_specs=P(AXIS),
+        out_specs=P(),
+        check_vma=False,
+    )
+    stack = on(mesh)
+    reason = decision_for(lambda x, ws: up(stack(x, ws)[:32], ws[0][0]), *FEW).reason
+    assert reason.startswith("the compiler divides slice at ") and AUTO_AXIS in reason
+    assert decision_for(lambda x, ws: up(stack(x, ws), ws[0][0])[:32], *FEW).allowed
+    assert not decision_for(lambda *args: stack(*args)[-1], *FEW).allowed
+    assert decision_for(lambda *args: last(stack(*args))[-1], *FEW).allowed
+
+
+def test_arrays_that_neighbours_shard_otherwise_have_a_cure_which_helps() -> None:
+    """One `shard_map` returns sharded rows, and the next one takes sharded columns."""
+    stack = on(mesh_of())
+
+    def after(spec: P) -> Callable:
+        negated = jax.shard_map(jnp.negative, mesh=mesh_of(), in_specs=spec, out_specs=spec)
+        return lambda *args: negated(stack(*args))
+
+    reason = decision_for(after(P(None, AXIS)), *FEW).reason
+    assert reason.startswith("the compiler divides shard_map")
+    assert "show; shard its arrays over the axis as the operations around it do; where" in reason
+    assert decision_for(after(P(AXIS)), *FEW).allowed
 
 
 @pytest.mark.parametrize("tokens", [1, 64])

@@ -13,12 +13,14 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import __main__ as command
 from collective_matmul import all_gather_matmul, explain, overlap, overlap_jit, tune
-from collective_matmul.dispatch.tables.table import COMPUTE_ONLY, Table
-from collective_matmul.dispatch.tables.table_files import cache_path
+from collective_matmul.data import Run
+from collective_matmul.dispatch.tables.table import COMPUTE_ONLY, Entry, Table
+from collective_matmul.dispatch.tables.table_files import cache_path, save
 from collective_matmul.layers import ColumnParallelLinear
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.matmul import model_requests
@@ -29,7 +31,7 @@ from collective_matmul.tuning import tune as tuning
 from collective_matmul.tuning.timing import Timing
 from collective_matmul.tuning.trials import trials
 from tests.conftest import MeshFactory
-from tests.dispatch.sites import site_of
+from tests.dispatch.sites import BFLOAT16, H200, site_of
 from tests.explained import flat_arguments, plain
 from tests.reference import AXIS
 
@@ -340,6 +342,12 @@ def test_what_cannot_be_tuned_is_refused(cache: Path, bench: Bench) -> None:
             SITES, implementations=["fast"]
         ),
         r"^devices: of kinds \[\]; expected at least one": lambda: tune(SITES, devices=[]),
+        r"^devices=\[AbstractDevice.*: expected devices .*; run this on the GPUs": lambda: tune(
+            SITES, devices=[H200] * 2
+        ),
+        r"^devices=AbstractMesh.*: expected devices to measure on": lambda: tune(
+            SITES, devices=cast("Any", AbstractMesh((2,), (AXIS,), abstract_device=H200))
+        ),
         "^devices: 1, .* needs 2; give more, .*--devices.*device_count=2 simulates 2": lambda: tune(
             SITES, devices=jax.devices()[:1]
         ),
@@ -349,7 +357,9 @@ def test_what_cannot_be_tuned_is_refused(cache: Path, bench: Bench) -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(TypeError, match=r"^args: 0: .*'x'; give .* <lambda>\(x\) after it: tune\("):
+    with pytest.raises(
+        TypeError, match=r"^args: 0: .*'x'; give .* <lambda>\(x\) one by one: tune\("
+    ):
         tune(lambda x: x)
     assert bench.tried == []
     assert not cache.exists()
@@ -360,7 +370,10 @@ def test_times_of_a_cpu_do_not_decide_about_later_programs(
 ) -> None:
     monkeypatch.delenv("COLLECTIVE_MATMUL_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    with pytest.raises(ValueError, match=r"^path=None: the devices are of cpu, .* give it a path"):
+    sentence = (
+        "^devices: no GPUs to measure on, only cpu, .*; run this on the GPUs, or, .* a path of"
+    )
+    with pytest.raises(ValueError, match=sentence):
         tune(SITES[:1])
     assert bench.tried == [] and not (tmp_path / "home").exists()
     assert tune(SITES[:1], path=tmp_path / "own.jsonl").entries
@@ -373,8 +386,30 @@ def test_the_command_without_gpus_asks_for_its_output(
     with pytest.raises(SystemExit):
         command.main(["tune", "--without-gpus", "--shapes", "debug"])
     error = capsys.readouterr().err
-    assert "output=None: the devices are of cpu" in error and "add --output FILE" in error
+    assert "devices: no GPUs to measure on, only cpu" in error and "add --output FILE" in error
     assert bench.tried == []
+
+
+def test_devices_that_a_mesh_describes_are_not_here_to_be_measured(
+    cache: Path, bench: Bench, tmp_path: Path
+) -> None:
+    """The sentence says where their table is read, which is so."""
+    mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=H200)
+    block, arguments = overlap(plain(mesh)), flat_arguments(4096, 4096, 4096, dtype=BFLOAT16)
+    expected = cache.with_name("h200.jsonl")
+    sentence = (
+        f"^target: its mesh describes NVIDIA H200, and there are none to measure on, only cpu; run"
+        f" tune where they are, and copy the table that it saves there to {expected} here, "
+    )
+    for path in (None, tmp_path / "own.jsonl"):
+        with pytest.raises(ValueError, match=sentence):
+            tune(block, *arguments, path=path)
+    assert bench.tried == [] and not (tmp_path / "own.jsonl").exists()
+    sites = [decision.site.flat for decision in explain(block)(*arguments).decisions]
+    run = Run("2026-11-28", JAX_VERSION, "2 × NVIDIA H200")
+    save(expected, "NVIDIA H200", {site: Entry({"xla": 2e-6, "ring": 1e-6}, run) for site in sites})
+    decisions = explain(block)(*arguments).decisions
+    assert all("measured (your table)" in decision.reason for decision in decisions)
 
 
 def test_several_processes_measure_sites_of_all_devices(

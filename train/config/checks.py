@@ -152,12 +152,11 @@ def _check_overlap(value: str) -> None:
         return
     try:
         collective_matmul.overlap(_check_overlap, implementation=value.split(","))
-    except ValueError as error:
-        # The error is about an argument, for which other values are expected beside the names.
-        names = str(error).rpartition("one or several of ")[2]
+    except collective_matmul.UnknownBackendError as error:
+        # The flag takes other values beside the names.
         raise ValueError(
-            f"overlap={value!r}: expected auto, rewrite, rewrite-jit, or one or several of {names},"
-            " separated by commas"
+            f"overlap={value!r}: expected auto, rewrite, rewrite-jit, or one or several of"
+            f" {', '.join(error.known)}, separated by commas"
         ) from None
 
 

@@ -396,17 +396,15 @@ def _copies_of_layers(
       context: the axis.
     """
     axis = context.axis_name, context.devices
-    copies = [layer_checks.copies_of_heads(style.heads, *axis) for style in styles]
-    names = [path.rpartition(".")[2] for path in paths]
-    outputs = {}
-    for name, path, kernel, number in zip(names, paths, kernels, copies, strict=True):
-        size, *others = kernel.shape[inputs:]
-        outputs[name] = size * (context.parameter_shards if number == 1 else 1), *others
-        if number == 1:
-            try:
-                layer_checks.features("out_features", outputs[name], *axis)
-            except ValueError as error:
-                raise ValueError(f"{path!r}: {error}") from None
-    heads = {n: style.heads for n, style in zip(names, styles, strict=True) if style.heads}
+    copies, outputs = [], {}
+    for path, style, kernel in zip(paths, styles, kernels, strict=True):
+        with layer_checks.naming(path):
+            number = layer_checks.copies_of_heads(style.heads, *axis)
+            size, *others = kernel.shape[inputs:]
+            outputs[path] = size * (context.parameter_shards if number == 1 else 1), *others
+            if number == 1:
+                layer_checks.features("out_features", outputs[path], *axis)
+        copies.append(number)
+    heads = {path: style.heads for path, style in zip(paths, styles, strict=True) if style.heads}
     layer_checks.equal_heads(outputs, heads)
     return copies

@@ -183,22 +183,19 @@ def _sharing_modules(nodes: list[tuple[str, nnx.Pytree]], plan: ParallelStyles) 
 
 def _check_group(path: str, layers: list[Any]) -> None:
     """Raises ValueError unless layers of the module at `path` can share a gather."""
-    try:
+    with layer_checks.naming(path):
         check_alike(layers)
-    except ValueError as error:
-        raise ValueError(f"{path!r}: {error}") from None
 
 
 def _check_equal_heads(path: str, module: Any, style: Shared) -> None:
     """Raises ValueError if the heads of layers of the module at `path` are not of one size."""
-    outputs = {name: base_of(getattr(module, name)).out_features for name, _ in style.heads}
-    try:
-        layer_checks.equal_heads(
-            {name: layer_checks.sizes("out_features", of) for name, of in outputs.items()},
-            dict(style.heads),
-        )
-    except ValueError as error:
-        raise ValueError(f"{path!r}: {error}") from None
+    heads = dict(style.heads)
+    paths = {at: name for at, name in zip(style.paths(path), style.names, strict=True) if heads}
+    outputs = {at: base_of(getattr(module, name)).out_features for at, name in paths.items()}
+    layer_checks.equal_heads(
+        {at: layer_checks.sizes("out_features", of) for at, of in outputs.items()},
+        {at: heads[name] for at, name in paths.items()},
+    )
 
 
 def _check_linear(plan: ParallelStyles, pattern: str, path: str, layer: Any) -> None:
@@ -288,10 +285,8 @@ def _collective_layer(
         row = RowParallelLoRALinear if in_layer else RowParallelLinear
         return row(*sizes, scatter_dimension=style.scatter_dimension, **rest)
 
-    try:
+    with layer_checks.naming(path):
         return nnx.eval_shape(build)
-    except ValueError as error:
-        raise ValueError(f"{path!r}: {error}") from None
 
 
 def _with_parameters_of(linear: Any, layer: Any, fresh: dict[int, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from collective_matmul.layers import layer_checks
 from collective_matmul.ops.matmul import checks
 from collective_matmul.ops.matmul.checks import RecipeName
 
@@ -27,6 +28,9 @@ class Column:
         devices compute each: parameters are whole on every device, and the result has a head for
         each device. Of layers with several output dimensions the first is the number of heads; of
         those with one, as `nnx.Linear`, heads follow one another.
+
+    Raises:
+      ValueError: for an unknown format, or `heads` that is no whole number of at least 1.
     """
 
     gather_dimension: int | None = -2
@@ -35,6 +39,7 @@ class Column:
 
     def __post_init__(self) -> None:
         checks.fp8(self.fp8)
+        layer_checks.head_count("heads", self.heads)
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,8 @@ class Shared:
         which a wrong number is found and refused.
 
     Raises:
-      ValueError: unless there are at least two names, all different, and `heads` has the same.
+      ValueError: unless there are at least two names, all different, and `heads` has the same,
+        each with a whole number of at least 1.
     """
 
     names: tuple[str, ...]
@@ -148,13 +154,15 @@ class Shared:
 
 
 def _check_heads_of_all(names: tuple[str, ...], heads: Mapping[str, int]) -> None:
-    """Raises ValueError unless `heads` has a number for each layer, and for no other."""
+    """Raises ValueError unless `heads` has a number of heads for each layer, and no other key."""
     if not isinstance(heads, Mapping):
         wrong, heads = f"heads={heads!r}", {}
     else:
         missing = [name for name in names if name not in heads]
         others = [name for name in heads if name not in names]
         if not missing and not others:
+            for name, number in heads.items():
+                layer_checks.head_count(f"heads[{name!r}]", number)
             return
         wrong = f"heads={dict(heads)}"
         if missing:

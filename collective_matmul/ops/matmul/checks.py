@@ -60,7 +60,8 @@ def implementation(value: Implementation) -> tuple[str, ...] | None:
     """The names of backends that are requested, best first; None to choose per shape.
 
     Raises:
-      ValueError: unless `value` is None, the name of a backend, or a sequence of such names.
+      UnknownBackendError: unless `value` is None, the name of a backend, or a sequence of such
+        names.
     """
     return BACKENDS.requested(value)
 

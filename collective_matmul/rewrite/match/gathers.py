@@ -24,8 +24,13 @@ from collective_matmul.rewrite.find.commuting import (
 from collective_matmul.rewrite.find.supported_collectives import Collective
 from collective_matmul.rewrite.match.matmuls import Matmul, matmul_of
 
-#: Why a gather does not move into equations that may hold its matmuls.
+#: Why a gather does not move into equations that may hold its matmuls, or past those that cut
+#: arrays, and what the program could do instead.
 _BORDERS = {
+    **dict.fromkeys(
+        ("slice", "dynamic_slice", "split"),
+        ", which could cut x before the gather or the product after the matmul,",
+    ),
     "scan": ", which would gather in every step,",
     "while": ", which would gather in every step,",
     "cond": ", which may not be taken,",

@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from collective_matmul.jaxprs.graph import Atom, Graph, Shape, type_of
-from collective_matmul.jaxprs.sources import described
+from collective_matmul.jaxprs.sources import described, place_of
 from collective_matmul.rewrite.find.commuting import (
     CommutingOp,
     ShardOp,
@@ -19,12 +19,16 @@ from collective_matmul.rewrite.find.commuting import (
     reshaping,
     same_blocks,
 )
-from collective_matmul.rewrite.find.report import is_ours
+from collective_matmul.rewrite.find.report import is_named, is_ours
 from collective_matmul.rewrite.find.supported_collectives import Collective
 from collective_matmul.rewrite.match.matmuls import Matmul, matmul_of
 
 _ADDED = "something is added to its matmul before the sum over devices"
 _NEEDED = "only casts, reshapes and constant factors may stand between x @ w and its sum"
+#: What the program could do instead, by what stands there.
+_CURES: dict[str, str] = dict.fromkeys(
+    ("slice", "dynamic_slice", "split"), "; cut x or w before the matmul, or the sum after it"
+)
 
 
 @dataclass(frozen=True)
@@ -217,12 +221,12 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
     name = equation.primitive.name
     op = commuting_op(graph, equation)
     if op is None and is_ours(equation):
-        return (
-            f"the summed array comes from {described(equation)}, which is an op already; sums over"
-            " further axes stay as they are"
-        )
+        return f"the summed array comes from {_op(equation)}"
     if op is None:
-        return f"the summed array comes from {described(equation)}, not from a matmul; {_NEEDED}"
+        return (
+            f"the summed array comes from {described(equation)}, not from a matmul;"
+            f" {_NEEDED}{_CURES.get(name, '')}"
+        )
     if name == "pvary":  # The replacement types its operands and its result.
         return op.operand, path
     if name == "convert_element_type":
@@ -246,6 +250,17 @@ def _back(graph: Graph, index: int, path: SumPath, devices: int) -> tuple[Atom, 
             return f"{described(equation)} mixes the scattered dimension with others"
     shard_op = op.on_shard(path.dimension, devices)
     return op.operand, replace(path, shard_ops=(*path.shard_ops, shard_op), dimension=before)
+
+
+def _op(equation: JaxprEqn) -> str:
+    """An equation that an op traced, in words, with what to do to have its result summed."""
+    if is_named(equation):
+        return (
+            f"the op that overlap has already put in place of the matmul{place_of(equation)}; to"
+            " have it look at this sum too, put it around the gradient: overlap(jax.grad(f)), not"
+            " jax.grad(overlap(f))"
+        )
+    return f"an op{place_of(equation)}, whose results overlap leaves as they are"
 
 
 def _before_reshape(path: SumPath, op: CommutingOp, devices: int) -> SumPath:

@@ -72,8 +72,12 @@ REFUSED_AT_CONSTRUCTION = {
     ),
     "parts of heads": (
         lambda **o: ColumnParallelLinear(4, 15, heads=2, **o),
-        "heads=2: expected the number of heads whose features, one head after the other, are the"
-        " out_features=15: a divisor of them",
+        "heads=2: does not divide out_features=15, the features of all heads, one head after the"
+        " other; expected a divisor, such as 1, 3, 5, 15",
+    ),
+    "no heads": (
+        lambda **o: ColumnParallelLinear(4, 16, heads=0, **o),
+        "heads=0: expected the number of heads, a whole number of at least 1",
     ),
     "other heads": (
         lambda **o: ColumnParallelLinear(4, (2, 3), heads=1, **o),
@@ -82,7 +86,7 @@ REFUSED_AT_CONSTRUCTION = {
     "uneven heads": (
         lambda **o: ColumnParallelLinear(4, 9, heads=3, **o),
         "heads=3: axis 'tensor' of size 4 neither divides the heads nor is a multiple of them;"
-        " smaller axes that fit: 1, 3",
+        " correct the number of heads, or take a smaller axis that fits: 1, 3",
     ),
     "sharded copies": (
         lambda **o: ColumnParallelLinear(4, (2, 3), copies=2, weight_axis_name="fsdp", **o),

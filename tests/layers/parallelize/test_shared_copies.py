@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import explain
 from collective_matmul._compat import ShardingTypeError
-from collective_matmul.layers import Row, Shared, parallelize
+from collective_matmul.layers import Column, Row, Shared, parallelize
 from collective_matmul.layers.linear.functions import own_columns
 from collective_matmul.layers.sharding_context import LocalShards, current_context
 
@@ -99,8 +99,10 @@ WRONG = {
     "one wrong": ({"q": 8, "k": 2, "v": 1}, "'k' has 16 features, 2 heads of 8; 'v' has 16"),
     "no divisor": (
         {"q": 8, "k": 12, "v": 2},
-        "heads=12: expected the number of heads whose features",
+        "'k': heads=12: does not divide out_features=16, the features of all heads, one head after"
+        " the other; expected a divisor, such as 2, 4, 8, 16",
     ),
+    "neither": ({"q": 8, "k": 3, "v": 2}, "'k': heads=3: "),
 }
 
 
@@ -188,6 +190,26 @@ def test_heads_of_a_layer_that_does_not_share_are_refused():
             Shared("q", "k", "v", heads=wrong)
     with pytest.raises(ValueError, match="names 'w', which is not among the layers; expected"):
         Shared("q", "k", heads={"q": 8, "k": 2, "w": 2})
+
+
+@pytest.mark.parametrize("number", [0, 2.0, "2"])
+def test_what_is_no_number_of_heads_is_refused(number: Any):
+    sentence = f"={number!r}: expected the number of heads, a whole number of at least 1"
+    with pytest.raises(ValueError, match=rf"^heads\['k'\]{sentence}"):
+        Shared("q", "k", heads={"q": 8, "k": number})
+    with pytest.raises(ValueError, match=f"^heads{sentence}"):
+        Column(heads=number)
+
+
+class Nested(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = Flat(rngs)
+
+
+def test_a_layer_with_a_wrong_number_of_heads_is_named_by_its_path(make_mesh):
+    plan = {"attention": Shared(*HEADS, heads={"q": 8, "k": 12, "v": 2})}
+    with pytest.raises(ValueError, match=r"^'attention\.k': heads=12: does not divide"):
+        parallelize(Nested(nnx.Rngs(0)), plan, mesh=make_mesh({"tensor": 4}))
 
 
 @pytest.mark.parametrize("library", ["nnx", "linen"])

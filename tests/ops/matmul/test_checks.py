@@ -19,6 +19,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import (
+    UnknownBackendError,
     all_gather_matmul,
     layers,
     matmul_all_reduce,
@@ -101,6 +102,12 @@ def test_implementation_exists(op: Callable, refused: Callable[..., None]) -> No
     for wrong in ("rings", ("ring", "rings"), (), 3, (None,)):
         fun = partial(op, axis_name=AXIS, implementation=wrong)
         refused(fun, zeros(4, 2), zeros(2, 3), ValueError, sentence.format(wrong))
+
+
+def test_the_error_of_an_unknown_name_has_those_that_are_known() -> None:
+    with pytest.raises(UnknownBackendError) as error:
+        overlap(zeros, implementation="rings")
+    assert error.value.known == (*BACKENDS,)
 
 
 def test_requested_names_become_a_tuple_that_can_be_hashed() -> None:
