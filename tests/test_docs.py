@@ -9,6 +9,8 @@ import io
 import itertools
 import re
 import shlex
+import tomllib
+import typing
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,7 @@ from collective_matmul.dispatch.registry import OPS, unregister_op
 from collective_matmul.operands.format import FORMATS, unregister_format
 from collective_matmul.ops.matmul.backends import BACKENDS, unregister
 from docs import flag_tables
+from models.blocks.rematerialization import Remat
 from models.families import FAMILIES
 from tests.test_conventions import LIBRARY, PUBLIC_MODULES, REPOSITORY
 from train.config.optimizers import OPTIMIZERS
@@ -238,6 +241,19 @@ def test_every_flag_is_in_the_tables():
     # The help also has the names that turn switches off.
     on = {flag for flag in flags if not re.search(r"(^|\.)no-", flag)}
     assert on - {"help"} == shown
+
+
+def test_every_value_of_remat_is_explained():
+    (row,) = re.findall(r"^\| `--remat` \|.*$", flag_tables.pages(), re.MULTILINE)
+    for value in typing.get_args(Remat):
+        assert f"({value})" in row
+
+
+def test_the_readme_says_how_to_install_for_every_version_of_cuda():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for name in project["optional-dependencies"]:
+        assert not name.startswith("cuda") or f"'.[{name}]'" in readme
 
 
 #: Strings of the code that look like environment variables, and are not.

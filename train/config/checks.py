@@ -25,6 +25,13 @@ from train.config.optimizers import OPTIMIZERS
 
 #: Steps, tokens and their places are counted in int32.
 _LARGEST = 2**31 - 1
+#: Settings without effect, and the setting that would use each.
+_USERS = {
+    "eval_interval": "eval_data",
+    "eval_batches": "eval_data",
+    "save_interval": "checkpoint_dir",
+    "max_to_keep": "checkpoint_dir",
+}
 
 
 def check(config: Config, sizes: MeshSizes) -> None:
@@ -107,6 +114,13 @@ def warnings_of(config: Config) -> list[str]:
             f"warning: lora.rank={config.lora.rank} without --init-from trains adapters beside"
             " random weights, which stay random; give --init-from with the weights to adapt"
         )
+    for name, user in ({} if config.eval_only else _USERS).items():
+        value = getattr(config, name)
+        if value != getattr(Config, name) and getattr(config, user) is None:
+            lines.append(
+                f"warning: {name}={value}: has no effect without --{user.replace('_', '-')}; add"
+                " that, or leave this out"
+            )
     return lines
 
 

@@ -160,7 +160,8 @@ class Config:
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over the data and fsdp axes."""
     remat: Remat = "none"
-    """What the backward recomputes: nothing, all but results of matmuls and attention (dots), all
+    """What the backward recomputes: nothing (none), all but results of matmuls and attention
+    (dots), the feed-forward and all but results of attention and its projections (projections), all
     but those of attention (attention), or all (full)."""
     attention: Literal["auto", "flash3", "cudnn", "xla"] = "auto"
     """Kernel of attention: auto takes the one that was measured to be fastest and is installed; a

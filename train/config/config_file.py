@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,23 +17,45 @@ from models import families
 from models.checkpoint.earlier_releases import current_configuration
 from models.choices import CHOICES
 from train.config.config import Config
-from train.config.defaults import with_values
+from train.config.defaults import FOLLOWING, with_values
 from train.config.presets import PRESETS
 
 #: Fields that say what to do with the configuration, and are no part of it.
 _NOT_WRITTEN = ("config", "print_config")
 
 
-def config_text(config: Config) -> str:
-    """The text of a file that describes the configuration."""
-    values = {name: v for name, v in config.to_json().items() if name not in _NOT_WRITTEN}
-    return json.dumps(values, indent=2)
+def config_text(config: Config, unset: Collection[str] = ()) -> str:
+    """The text of a file that describes the configuration.
+
+    Args:
+      config: the configuration.
+      unset: fields of `FOLLOWING` that nobody set, by dotted name. They are null in the file, so
+        that they still follow from other settings where it is read.
+    """
+    values = traverse_util.flatten_dict(config.to_json(), keep_empty_nodes=True, sep=".")
+    written = {
+        name: None if name in unset else value
+        for name, value in values.items()
+        if name not in _NOT_WRITTEN
+    }
+    return json.dumps(traverse_util.unflatten_dict(written, sep="."), indent=2)
+
+
+def fields_of_file(path: str) -> set[str]:
+    """The fields that a configuration file sets, by dotted name.
+
+    Raises:
+      ValueError: see `read_config`.
+    """
+    flat = traverse_util.flatten_dict(current_configuration(_read_object(path)), sep=".")
+    return {name for name, value in flat.items() if not _is_unset(name, value)}
 
 
 def read_config(
     path: str, preset: str | None, program: str, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Config:
-    """Reads a configuration. Fields that the file leaves out have the values of its preset.
+    """Reads a configuration. Fields that the file leaves out have the values of its preset, and so
+    have those of `FOLLOWING` that are null in it.
 
     Names of earlier releases are accepted.
 
@@ -109,23 +131,28 @@ def _as_arguments(values: Mapping[str, Any], default: Config, path: str) -> list
                 continue
         if name not in fields:
             raise ValueError(f"config={path!r}: {_unknown(name, list(fields))}")
-        flag = f"--{name.replace('_', '-')}"
-        is_flag = isinstance(fields[name], bool)
-        if isinstance(value, bool) and is_flag:
-            arguments.append(flag if value else _negated(flag))
-        elif isinstance(value, bool | list | dict) or is_flag:
-            expected = "true or false" if is_flag else "a number, a string or null"
+        is_switch = isinstance(fields[name], bool)
+        if _is_unset(name, value):
+            continue
+        if isinstance(value, list | dict) or isinstance(value, bool) != is_switch:
+            expected = "true or false" if is_switch else "a number, a string or null"
             raise ValueError(f"config={path!r}: {name}={json.dumps(value)}: expected {expected}")
-        else:
-            # The value may begin with a hyphen.
-            arguments.append(f"{flag}={value}")
+        arguments.append(as_argument(name, value))
     return arguments
 
 
-def _negated(flag: str) -> str:
-    """``--model.tied-head`` -> ``--model.no-tied-head``."""
-    group, dot, name = flag.removeprefix("--").rpartition(".")
-    return f"--{group}{dot}no-{name}"
+def _is_unset(name: str, value: Any) -> bool:
+    """Whether a field of a file has the default that follows from other settings."""
+    return value is None and name in FOLLOWING
+
+
+def as_argument(name: str, value: Any) -> str:
+    """The argument that sets a field: ``--model.no-tied-head``, ``--batch-size=8``."""
+    group, dot, field = name.replace("_", "-").rpartition(".")
+    if isinstance(value, bool):
+        return f"--{group}{dot}{'' if value else 'no-'}{field}"
+    # The value may begin with a hyphen.
+    return f"--{group}{dot}{field}={value}"
 
 
 def _unknown(name: str, fields: list[str]) -> str:

@@ -10,13 +10,18 @@ from typing import Any
 from flax import traverse_util
 
 from models.checkpoint.saved_checkpoint import find_checkpoint
-from models.parameters.adapters import Training
+from models.parameters.adapters import LoraConfig, Training
 from train.config.config import Config
 from train.config.model_folder import DEFAULT_PRESET, model_folder, with_model_of
 from train.config.presets import PRESETS
 
 #: Fields with fine-tuning defaults, by dotted name.
 _FINE_TUNING = ("optimizer.learning_rate", "optimizer.warmup_steps", "sequence_length")
+#: Fields of which every resumed run keeps what its checkpoint was trained with.
+_KEPT = ("batch_size", "freeze", *(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig)))
+#: Fields whose defaults follow from other settings, or from a checkpoint, by dotted name: those
+#: that `implied` may return.
+FOLLOWING = (*_KEPT, *_FINE_TUNING, "zero")
 #: Rates of pre-training: those of Llama 3's three models lie on this curve (Llama Team, "The Llama
 #: 3 Herd of Models", 2024, table 3). To tune all weights takes about a thirtieth, and adapters take
 #: ten times as much as that (Schulman et al., "LoRA Without Regret", 2025).
@@ -31,27 +36,23 @@ def implied(config: Config) -> dict[str, Any]:
 
     An fsdp axis of several devices shards what it can: ZeRO level 3, or 1 beside frozen weights,
     which matmuls cannot gather on every mesh. An optimizer has a learning rate of its own. Weights
-    that come from a Hugging Face folder are fine-tuned. A resumed run keeps these, and the number
-    of sequences of a step, as its checkpoint was trained with them.
+    that come from a Hugging Face folder are fine-tuned. A resumed run keeps these, the number of
+    sequences of a step, adapters and what is frozen, as its checkpoint was trained with them.
 
     Args:
       config: what the run is asked for, with the values of its preset for all else.
     """
     values = of_optimizer(config)
     is_fine_tuned = model_folder(config) is not None
-    saved = saved_configuration(config)
-    if "batch_size" in saved:
-        values["batch_size"] = saved["batch_size"]
-    if config.mesh.fsdp <= 1 and not is_fine_tuned:
-        return values
+    saved = traverse_util.flatten_dict(saved_configuration(config), sep=".")
+    values |= {name: saved[name] for name in _KEPT if name in saved}
     if config.mesh.fsdp > 1:
         level = 1 if Training(config.lora, config.freeze).freezes else 3
         values["zero"] = saved.get("zero", level)
     if not is_fine_tuned:
         return values
     if config.resume:
-        flat = traverse_util.flatten_dict(saved, sep=".")
-        return values | {name: flat[name] for name in _FINE_TUNING if name in flat}
+        return values | {name: saved[name] for name in _FINE_TUNING if name in saved}
     with suppress(ValueError, ImportError):  # The preparation of the run says what is wrong.
         values |= fine_tuning(with_model_of(config))
     return values

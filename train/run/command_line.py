@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import tyro
+from flax import traverse_util
 from rich.console import Console
 
 from models.choices import CHOICES
@@ -21,10 +22,10 @@ from models.simulated_devices import simulate_devices
 from train.checkpoint.checkpoint import SaveError
 from train.config.checks import check_adapters, warnings_of
 from train.config.config import SIMULATED_DEVICES, Config, MeshSizes
-from train.config.config_file import config_text, read_config
+from train.config.config_file import as_argument, config_text, fields_of_file, read_config
 from train.config.context import describe_context
 from train.config.counts import counted
-from train.config.defaults import describe_defaults, implied, with_values
+from train.config.defaults import FOLLOWING, describe_defaults, implied, with_values
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
 from train.config.model_folder import model_folder, model_name, with_model_of
@@ -75,7 +76,7 @@ def _carry_out(
 ) -> None:
     """Does what a configuration asks for; `stack` ends the connection of its processes."""
     if config.print_config:
-        print(config_text(with_model_of(config)))
+        _print_config(config, arguments)
         return
     set_memory_fraction()
     # JAX's attention and optax mix dtypes, which the environment may forbid.
@@ -131,19 +132,54 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
             default = read_config(given.config, given.preset, program, defaults)
         return tyro.cli(Config, default=default, args=arguments, prog=program, registry=CHOICES)
 
-    config = read({})
-    check_adapters(config.lora, _fields_given(arguments, "lora"))
-    defaults = implied(config)
-    return read(defaults) if defaults else config
+    asked = read({})
+    defaults = implied(asked)
+    config = read(defaults) if defaults else asked
+    if config.lora.rank is None:  # What else a checkpoint's adapters had is not asked for either.
+        config = dataclasses.replace(config, lora=asked.lora)
+    groups = (name.partition(".") for name in _fields_given(arguments))
+    check_adapters(config.lora, {field for group, _, field in groups if group == "lora"})
+    return config
 
 
-def _fields_given(arguments: Sequence[str], group: str) -> set[str]:
-    """The fields of a group that arguments set; a switch by the name that it has in the group."""
-    names = (argument.partition("=")[0].replace("-", "_") for argument in arguments)
-    start = f"__{group}."
-    return {
-        name.removeprefix(start).removeprefix("no_") for name in names if name.startswith(start)
-    }
+def _print_config(config: Config, arguments: Sequence[str]) -> None:
+    """Prints the configuration as the text of a file, with null for what follows from other
+    settings, and the values of that on stderr."""
+    unset = _unset(config, arguments)
+    shown = with_model_of(config)
+    # A folder's tokenizer follows from the folder.
+    print(config_text(dataclasses.replace(shown, tokenizer=config.tokenizer), unset))
+    if unset:
+        now = shlex.join(_values_of(unset, config))
+        print(f"what is null is not set and follows from the rest, now: {now}", file=sys.stderr)
+
+
+def _unset(config: Config, arguments: Sequence[str]) -> list[str]:
+    """The fields of `FOLLOWING` that neither arguments nor a file set."""
+    given = _fields_given(arguments)
+    if config.config is not None:
+        given |= fields_of_file(config.config)
+    return [name for name in FOLLOWING if name not in given]
+
+
+def _values_of(names: Sequence[str], config: Config) -> list[str]:
+    """The arguments that set fields of `FOLLOWING`; of what is trained those that change it."""
+    now, usual = (
+        traverse_util.flatten_dict(each.to_json(), sep=".")
+        for each in (config, PRESETS[config.preset]())
+    )
+    return [
+        as_argument(name, now[name])
+        for name in names
+        if name.partition(".")[0] not in ("lora", "freeze") or now[name] != usual[name]
+    ]
+
+
+def _fields_given(arguments: Sequence[str]) -> set[str]:
+    """The fields that arguments set, by dotted name; a switch by the name of its field."""
+    flags = (each.partition("=")[0] for each in arguments if each.startswith("--"))
+    parts = (flag.removeprefix("--").replace("-", "_").rpartition(".") for flag in flags)
+    return {f"{group}{dot}{field.removeprefix('no_')}" for group, dot, field in parts}
 
 
 @contextlib.contextmanager
@@ -264,6 +300,8 @@ def conclude(
     schedule = dataclasses.replace(config.optimizer, decay_steps=None)
     if config.optimizer != schedule.with_schedule_of(config.steps):
         compare += ["--optimizer.decay-steps", str(config.optimizer.decay_steps)]
+    if config.resume:  # What it has kept is not among its flags.
+        compare += _values_of(_unset(config, arguments), config)
     lines.append(f"to compare: {shlex.join(compare)} --a overlap=xla --b overlap=ring")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -86,8 +86,8 @@ def prepare(config: Config) -> Setup:
         overwritten.
     """
     with together():
-        config, sizes, mesh = complete(config)
         check_same_training(saved_configuration(config), config.to_json())
+        config, sizes, mesh = complete(config)
         if is_first():
             check_log_file(config.log_file, config.resume)
             check_trackers(config)

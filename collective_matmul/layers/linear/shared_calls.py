@@ -31,6 +31,7 @@ class SharedCalls:
     def __init__(self, where: str, names: Sequence[str], compute: Compute | None = None):
         self.where, self.names, self._compute = where, tuple(names), compute
         self._x: Any = None
+        self._x_before: Any = None
         self._results: Mapping[str, jax.Array] = {}
         self._waiting: set[str] = set()
         self._options: object = None
@@ -49,18 +50,21 @@ class SharedCalls:
 
         Raises:
           ValueError: if x is another array than that of the layers called before, or options are
-            others.
+            others; if some layers were called more often than others.
         """
         if not self._waiting:
             compute = compute or self._compute
             assert compute is not None
-            self._x, self._results = x, dict(zip(self.names, compute(x), strict=True))
+            self._x_before, self._x = self._x, x
+            self._results = dict(zip(self.names, compute(x), strict=True))
             self._waiting, self._was_called, self._options = set(self.names), True, options
+        elif x is not self._x and name not in self._waiting:
+            self.check_complete()
         elif x is not self._x:
-            called = [other for other in self.names if other not in self._waiting]
             raise ValueError(
-                f"{self.where}: {name!r} is called on another array than {_listed(called)}, with"
-                " which it shares a gather; call them on one array, or give each layer Column()"
+                f"{self.where}: {name!r} is called on another array than {_listed(self._called)},"
+                " with which it shares a gather; call them on one array, or give each layer"
+                " Column()"
             )
         if options != self._options:
             raise ValueError(
@@ -74,12 +78,17 @@ class SharedCalls:
         """Checks that every layer was called on the last x.
 
         Raises:
-          ValueError: if some were, and some were not.
+          ValueError: if some were, and some were not, or not as often.
         """
+        missing, called = _listed(sorted(self._waiting)), _listed(self._called)
+        if self._waiting and self._x is self._x_before:
+            raise ValueError(
+                f"{self.where}: {called} is called more often than {missing} on the array that they"
+                " share; call each once and use its result again, or give each layer Column()"
+            )
         if self._waiting:
             raise ValueError(
-                f"{self.where}: {_listed(sorted(self._waiting))} was not called on the array that"
-                f" it shares with {_listed([n for n in self.names if n not in self._waiting])};"
+                f"{self.where}: {missing} was not called on the array that it shares with {called};"
                 " give each layer Column()"
             )
         if not self._was_called:
@@ -87,6 +96,11 @@ class SharedCalls:
                 f"{self.where}: {_listed(self.names)} were not called on it by its __call__, so"
                 " each gathers its own input; use shared_gather where they are called"
             )
+
+    @property
+    def _called(self) -> list[str]:
+        """The layers that were called on the last x."""
+        return [name for name in self.names if name not in self._waiting]
 
 
 _Active = Mapping[int, tuple[SharedCalls, str]]

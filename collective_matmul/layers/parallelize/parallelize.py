@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
 from flax import linen, nnx
@@ -97,6 +98,11 @@ def parallelize(
         before anything is changed; for linen by the first `init` or `apply`, since its layers
         exist only there.
     """
+    if isinstance(model, Mapping) and isinstance(plan, nnx.Module | linen.Module):
+        raise TypeError(
+            f"model, plan: a {type(model).__name__} and a {type(plan).__name__}, which are swapped;"
+            " give the model first: parallelize(model, plan)"
+        )
     path_patterns.check(plan)
     requested = check_implementation(implementation)
     known_axis_size(axis_name, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -23,17 +24,22 @@ def check(plan: ParallelStyles) -> None:
     """
     if not isinstance(plan, Mapping):
         raise TypeError(
-            f"plan={plan!r}: expected a dictionary such as {{'mlp.up': Column(), 'mlp.down':"
-            " Row()}"
+            f"plan={_in_a_line(plan)}: expected a dictionary such as {{'mlp.up': Column(),"
+            " 'mlp.down': Row()}"
         )
     if not plan:
         raise ValueError("plan={}: expected at least one entry, such as {'mlp.up': Column()}")
     for pattern, entry in plan.items():
         if not isinstance(pattern, str) or not isinstance(entry, ParallelStyle):
             raise TypeError(
-                f"plan[{pattern!r}]={entry!r}: expected a path pattern, a string, and Column(),"
-                " Row(), Heads() or Shared()"
+                f"plan[{_in_a_line(pattern)}]={_in_a_line(entry)}: expected a path pattern, a"
+                " string, and Column(), Row(), Heads() or Shared()"
             )
+
+
+def _in_a_line(value: object) -> str:
+    """The value, which may be a whole model, in few words."""
+    return textwrap.shorten(repr(value), 80, placeholder=" …")
 
 
 def matches(plan: ParallelStyles, path: str) -> str | None:

@@ -215,7 +215,11 @@ class Wrong(Gated):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = self.gate(x)
-        return gate if self.kind == "one" else gate * self.up(x + 0)
+        if self.kind in ("one", "moved"):
+            return gate if self.kind == "one" else gate * self.gate(x + 0)
+        if self.kind == "again":
+            return gate * self.up(x) + self.gate(x)
+        return gate * self.up(x + 0)
 
 
 @pytest.mark.parametrize(
@@ -223,12 +227,27 @@ class Wrong(Gated):
     [
         ("two", "Wrong: 'up' is called on another array than 'gate'"),
         ("one", "Wrong: 'up' was not called on the array that it shares with 'gate'"),
+        ("moved", "Wrong: 'up' was not called on the array that it shares with 'gate'"),
+        ("again", "Wrong: 'gate' is called more often than 'up' on the array that they share"),
     ],
 )
 def test_calls_that_share_no_input_are_refused(kind: str, sentence: str, mesh: Mesh) -> None:
     model = parallelize(Wrong(kind), {"": Shared("gate", "up")}, mesh=mesh)
     with pytest.raises(ValueError, match=re.escape(sentence)):
         jax.eval_shape(model, X)
+
+
+def test_a_linen_layer_that_is_called_twice_is_named(mesh: Mesh) -> None:
+    class Again(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            gate, up = linen.Dense(HIDDEN, name="gate"), linen.Dense(HIDDEN, name="up")
+            return gate(x) + up(x) + gate(x)
+
+    model = parallelize(Again(), {"": Shared("gate", "up")}, mesh=mesh)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    with pytest.raises(ValueError, match="'gate' is called more often than 'up' on the array"):
+        jax.eval_shape(model.apply, variables, X)
 
 
 @pytest.mark.parametrize(

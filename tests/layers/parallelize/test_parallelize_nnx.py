@@ -343,11 +343,16 @@ def test_an_option_that_cannot_be_honoured_is_refused(option: str, value: Any) -
         (make_model, ["head"], "plan=['head']: expected a dictionary"),
         (make_model, {"head": "column"}, "plan['head']='column': expected a path pattern"),
         (dict, {"head": Column()}, "model: a dict; expected a flax.nnx.Module"),
+        (lambda: PLAN, make_model(), "a dict and a Model, which are swapped; give the model first"),
+        (make_model, make_model(), "plan=Model("),
+        (make_model, {"head": make_model()}, "plan['head']=Model("),
     ],
 )
 def test_arguments_of_another_type_are_refused(model: Any, plan: Any, sentence: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(sentence)):
+    with pytest.raises(TypeError, match=re.escape(sentence)) as refused:
         parallelize(model(), plan)
+    # A model's own text has hundreds of lines.
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 250
 
 
 def test_implementation_and_axis_are_checked_at_once(mesh: Mesh) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from models.hugging_face import ModelFolder
 from tests.models.hugging_face.folders import DATA, NAMES
+from tests.train.config.test_defaults import saved_run
 from train.config.model_folder import model_name, with_model_of
 from train.config.presets import PRESETS
 from train.run.command_line import main, parse
@@ -118,6 +119,39 @@ def test_a_file_of_an_earlier_release_is_read_with_current_names(tmp_path):
     assert (config.max_to_keep, config.overlap) == (7, "xla")
     # Its schedule is as long as the run, however long that is.
     assert parse([*file, "--steps", "9"]).optimizer.decay_steps is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--mesh.fsdp 8",
+        "--optimizer.kind muon",
+        f"--init-from {shlex.quote(str(DATA / 'qwen3'))} --steps 400",
+        "--resume",
+        "--resume --lora.alpha=8",
+        "--mesh.fsdp 8 --zero 1 --batch-size 4 --sequence-length 16",
+    ],
+)
+def test_a_printed_configuration_is_like_the_flags_that_it_came_from(capsys, tmp_path, flags):
+    """A default follows from flags beside the file as it does from the flags alone."""
+    began = parse(shlex.split("--lora.rank 8 --lora.alpha 64 --batch-size 4 --mesh.fsdp 2"))
+    given = shlex.split(f"--checkpoint-dir {tmp_path}") + shlex.split(flags)
+    saved_run(tmp_path, began)
+    for before, beside in ([], given), (given, []), (given[:4], given[4:]):
+        file = written(tmp_path / "f", printed(capsys, *before))
+        read = dataclasses.replace(parse([*file, *beside]), config=None)
+        assert with_model_of(read) == with_model_of(parse(given))
+
+
+def test_what_is_not_set_is_null_and_shown_beside_the_file(capsys):
+    main(shlex.split("--mesh.fsdp 8 --batch-size=32 --lora.rank 4 --lora.no-rslora --print-config"))
+    output = capsys.readouterr()
+    values = json.loads(output.out)
+    assert (values["zero"], values["batch_size"], values["sequence_length"]) == (None, 32, None)
+    lora = values["lora"]
+    assert (lora["rank"], lora["rslora"], lora["alpha"]) == (4, False, None)
+    shown = "--optimizer.learning-rate=0.004 --optimizer.warmup-steps=10 --sequence-length=128"
+    assert output.err.endswith(f"follows from the rest, now: {shown} --zero=1\n")
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,31 @@ def test_a_resumed_run_keeps_the_sequences_of_its_steps(tmp_path: Path):
     assert parsed(f"{resume} --config {file}").batch_size == 8
 
 
+ADAPTERS = (
+    "--lora.rank 8 --lora.alpha 64 --lora.rslora --lora.dropout 0.1 --lora.targets q_proj,v_proj"
+    " --lora.train layers.*norm.scale --lora.base-format rowwise"
+)
+
+
+@pytest.mark.parametrize("flags", [ADAPTERS, "--freeze embedding.*"])
+def test_a_resumed_run_keeps_its_adapters_and_what_is_frozen(flags: str, tmp_path: Path):
+    began = parsed(flags)
+    resume = saved_run(tmp_path, began)
+    assert (parsed(resume).lora, parsed(resume).freeze) == (began.lora, began.freeze)
+    # As the run was resumed before, and as the sentence of a refusal may say.
+    again = parsed(f"{resume} {' '.join(flags.split()[:2])}")
+    assert (again.lora, again.freeze) == (began.lora, began.freeze)
+
+
+def test_a_resume_may_change_one_setting_of_its_adapters(tmp_path: Path):
+    began = parsed(ADAPTERS)
+    resume = saved_run(tmp_path, began)
+    changed = parsed(f"{resume} --lora.alpha 16 --lora.no-rslora").lora
+    assert changed == dataclasses.replace(began.lora, alpha=16.0, rslora=False)
+    with pytest.raises(ValueError, match=r"expected lora\.rank too"):
+        parsed(f"{saved_run(tmp_path / 'whole', parsed(''))} --lora.alpha 16")
+
+
 def test_replicas_over_fsdp_are_reported_with_the_flag_that_shards_them():
     config, sizes = parsed("--mesh.fsdp 2 --zero 0"), MeshSizes(fsdp=2, tensor=2)
     (line,) = describe_zero(config, ModelFunctions(config, sizes), sizes)

@@ -69,6 +69,23 @@ def test_a_run_questions_it_too(capsys):
     assert len(lines_of(output, RANDOM)) == 1
 
 
+@pytest.mark.parametrize(
+    ("setting", "user"),
+    [
+        ("--eval-interval 1", "--eval-data x"),
+        ("--eval-batches 2", "--eval-data x"),
+        ("--save-interval 5", "--checkpoint-dir x"),
+        ("--max-to-keep 1", "--checkpoint-dir x"),
+    ],
+)
+def test_a_setting_that_nothing_uses_is_questioned(setting: str, user: str):
+    (line,) = warnings_of(parsed(setting))
+    name, value = setting.removeprefix("--").replace("-", "_").split()
+    assert line.startswith(f"warning: {name}={value}: has no effect without {user.split()[0]};")
+    for flags in ("", user, f"{setting} {user}", f"{setting} --eval-only"):
+        assert warnings_of(parsed(flags)) == []
+
+
 def of_length(config: Config, tokens: int, **changes: object) -> list[str]:
     model = dataclasses.replace(config.model, **changes)
     return warnings_of(dataclasses.replace(config, model=model, sequence_length=tokens))

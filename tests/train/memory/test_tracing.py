@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from train.memory import tracing as module
 from train.memory.tracing import tracing
-from train.run import tracing as module
 
 
 def test_garbage_is_collected_rarely_while_something_is_traced():

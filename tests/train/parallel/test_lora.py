@@ -55,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_adapters_learn_and_a_resume_is_exact(trained: Path, tmp_path: Path):
+def test_adapters_learn_and_a_resume_is_exact(trained: Path, tmp_path: Path, capsys):
     def curve(log: Path) -> list[float]:
         return [event["loss"] for event in read_log(log) if event["event"] == "step"]
 
@@ -64,7 +64,11 @@ def test_adapters_learn_and_a_resume_is_exact(trained: Path, tmp_path: Path):
     again, log = tmp_path / "again", tmp_path / "again.jsonl"
     shutil.copytree(trained, again)
     resumed = ["--checkpoint-dir", str(again), "--resume-step", "2", "--log-file", str(log)]
-    main([*MODEL, *LORA, *resumed])
+    main([*MODEL, *resumed])  # It keeps its adapters.
+    output = capsys.readouterr().out
+    assert "changed since" not in output
+    (compare,) = re.findall(r"^to compare: \S+ -m train\.compare (.*) --a ", output, re.MULTILINE)
+    assert parse(shlex.split(compare)).lora == parse(LORA).lora
     assert curve(log) == whole[2:]
     one, other = (arrays(folder / "step_4") for folder in (trained, again))
     for name in one:
@@ -103,12 +107,13 @@ def test_other_weights_are_refused_by_a_resume(trained: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("", "lora.rank=None, lora.train='': the checkpoint has the state of a run that trained"
-         " other parameters; resume with --lora.rank 8, with --lora.train 'layers.*norm.scale'"),
-        ("--lora.rank 4 --lora.train layers.*norm.scale", "lora.rank=4: the checkpoint has"),
-        ("--lora.rank 8", "lora.train='': the checkpoint has"),
-        ("--lora.rank 8 --lora.train layers.*norm.scale --lora.targets q_proj,v_proj",
-         "resume without --lora.targets, or begin"),
+        ("--lora.rank None", "lora.rank=None, lora.train='': the checkpoint has the"
+         " state of a run that trained other parameters; resume with --lora.rank 8, with"
+         " --lora.train 'layers.*norm.scale'"),
+        ("--lora.rank 4", "lora.rank=4: the checkpoint has"),
+        ("--lora.train head.kernel", "lora.train='head.kernel': the checkpoint has"),
+        ("--lora.targets q_proj,v_proj", "resume without --lora.targets, or begin"),
+        ("--lora.rank None --freeze embedding.*", "resume with --lora.rank 8,"),
     ],
 )  # fmt: skip
 def test_a_resume_that_trains_other_parameters_says_which_flags_to_give(
@@ -126,9 +131,10 @@ def test_a_resume_names_the_weights_that_the_run_began_with(tmp_path: Path, caps
     resume = shlex.split(saved_run(tmp_path, began))
     keep_origin(base, tmp_path)
     for flags, sentence in (
-        (["--lora.rank", "4"], f"init_from: expected the weights that the run began with, since the"
+        ([], f"init_from: expected the weights that the run began with, since the"
          f" checkpoint has only what was trained beside them; resume with --init-from {base}, or"),
-        ([], f"resume with --lora.rank 4, with --init-from {base}, or begin a new run"),
+        (["--lora.rank", "8"],
+         f"resume with --lora.rank 4, with --init-from {base}, or begin a new run"),
     ):  # fmt: skip
         with pytest.raises(SystemExit, match=r"^2$"):
             main([*resume, *flags, "--mesh.tensor", "1"])
