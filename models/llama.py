@@ -32,7 +32,7 @@ from models.layers.chunked_loss import loss_in_chunks
 from models.layers.documents import Documents, locate_documents, locate_part
 from models.layers.experts import ExpertPlacement, make_experts, no_statistics, with_statistics_of
 from models.layers.norm import RMSNorm
-from models.parameters.adapters import Training, set_dropout
+from models.parameters.adapters import Training, set_dropout, tie_adapters
 from models.parameters.fp8_layers import DEFAULT_FP8_LAYERS, of_layer, recipes
 from models.parameters.stacked import Keys, stack_blocks
 from models.parameters.use import ParameterUse, Unchanged, arrays_of, used
@@ -419,7 +419,8 @@ class Llama(nnx.Module):
         if self.freezes:
             # JAX's own derivative computes nothing for what is not differentiated. Keys are
             # arguments, so what is computed again has the same masks.
-            x = loop.applied(funs, own, _keys(dropout_key, loop.count), x, documents)
+            keys = _keys(dropout_key, loop.count)
+            x = loop.applied(funs, own, keys, x, documents, tie=tie_adapters)
             return x, self._weights(last, gathered)
         if self.scan_layers or use is not None:
             waiting: dict[str, Any] = {}

@@ -28,6 +28,26 @@ def tied(x: Tree, tree: Tree) -> tuple[Tree, Tree]:
     return x, jax.tree.unflatten(structure, leaves)
 
 
+@jax.custom_vjp
+def tied_in_backward(x: Tree, tree: Tree) -> tuple[Tree, Tree]:
+    """The arguments, whose gradients are tied: use both results.
+
+    All of them are differentiated from here on, so the tree has no parameters that are frozen.
+    """
+    return x, tree
+
+
+def _untied(x: Tree, tree: Tree) -> tuple[tuple[Tree, Tree], None]:
+    return (x, tree), None
+
+
+def _tied_gradients(_: None, gradients: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+    return tied(*gradients)
+
+
+tied_in_backward.defvjp(_untied, _tied_gradients)
+
+
 def barrier(tree: Tree) -> Tree:
     """`lax.optimization_barrier`, after which arrays have the types that they had before."""
     if jax.__version_info__ >= (0, 11):

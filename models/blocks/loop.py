@@ -24,6 +24,8 @@ from models.parameters.use import Tree, as_varying
 Carry = tuple[Tree, Tree]
 #: ``carry, result = step(carry, number of the block, its kind)``.
 Step = Callable[[Carry, Any, int], tuple[Carry, Tree]]
+#: Returns activations and the parameters of a block, of which gradients are tied.
+Tie = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
 class BlockLoop(Protocol):
@@ -52,10 +54,17 @@ class BlockLoop(Protocol):
         ...
 
     def applied(
-        self, funs: Sequence[Callable], blocks: Any, keys: Any, x: Tree, *others: Any
+        self,
+        funs: Sequence[Callable],
+        blocks: Any,
+        keys: Any,
+        x: Tree,
+        *others: Any,
+        tie: Tie | None = None,
     ) -> Tree:
         """``x = fun(block, x, *others, key)`` for each block, by the function of its kind, with
-        JAX's own derivative. `keys` are random keys [count], or None."""
+        JAX's own derivative. `keys` are random keys [count], or None; without `tie`, gradients of
+        blocks of one program may be postponed."""
         ...
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, Any]:
@@ -97,13 +106,25 @@ class Unrolled:
         return number + offset if 0 <= number + offset < self.count else None
 
     def applied(
-        self, funs: Sequence[Callable], blocks: Sequence[Tree], keys: Any, x: Tree, *others: Any
+        self,
+        funs: Sequence[Callable],
+        blocks: Sequence[Tree],
+        keys: Any,
+        x: Tree,
+        *others: Any,
+        tie: Tie | None = None,
     ) -> Tree:
-        """``x = fun(block, x, *others, key)`` for each block, with JAX's own derivative."""
-        funs = [jax.jit(fun) for fun in funs]
-        for number, block in enumerate(blocks):
+        """``x = fun(block, x, *others, key)`` for each block, with JAX's own derivative.
+
+        Gradients of one block are complete before the block after next begins, as in
+        `run_reversed`. Those of the first two are not tied: the input of the first may have none.
+        """
+        funs, blocks = [jax.jit(fun) for fun in funs], [*blocks]
+        for number in range(self.count):
+            if tie is not None and 0 < number < self.count - 1:
+                x, blocks[number + 1] = tie(x, blocks[number + 1])
             key = None if keys is None else keys[number]
-            x = funs[number % self.period](block, x, *others, key)
+            x = funs[number % self.period](blocks[number], x, *others, key)
         return x
 
     def run(self, step: Step, carry: Carry) -> tuple[Carry, list[Tree]]:
@@ -172,13 +193,25 @@ class Scanned:
         return jnp.clip(number + offset, 0, self.count - 1)
 
     def applied(
-        self, funs: Sequence[Callable], blocks: Tree, keys: Any, x: Tree, *others: Any
+        self,
+        funs: Sequence[Callable],
+        blocks: Tree,
+        keys: Any,
+        x: Tree,
+        *others: Any,
+        tie: Tie | None = None,
     ) -> Tree:
-        """``x = fun(block, x, *others, key)`` for each block, with JAX's own derivative."""
+        """``x = fun(block, x, *others, key)`` for each block, with JAX's own derivative.
+
+        Gradients of a block that are tied are complete before the next begins: else all blocks of
+        an iteration would keep what they need until its end.
+        """
 
         def step(x: Tree, turn: tuple[Tree, Any]) -> tuple[Tree, None]:
             for kind, fun in enumerate(funs):
                 block, key = self._of_kind(turn, kind)
+                if tie is not None:
+                    x, block = tie(x, block)
                 x = fun(block, x, *others, key)
             return x, None
 

@@ -23,7 +23,9 @@ import jax
 from flax import nnx
 
 from collective_matmul.layers import Lora
+from models.blocks.barriers import tied_in_backward
 from models.families.parameter_table import DENSE, LAYER_GROUPS
+from models.parameters.use import Tree
 
 #: The ends of the paths of an adapter's parameters, and of the weight that it adapts.
 LORA_A, LORA_B, KERNEL = "lora_a", "lora_b", "kernel"
@@ -173,6 +175,19 @@ def _unnumbered(name: str) -> str:
 def is_adapter(name: str) -> bool:
     """Whether a parameter, by its dotted path, belongs to an adapter."""
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
+
+
+def tie_adapters(x: Tree, block: nnx.State) -> tuple[Tree, nnx.State]:
+    """Ties the gradients of a block's adapters to that of x: use both results.
+
+    They are small, and computed of large arrays, which stay for as long as they are postponed.
+    Weights that are trained whole are left alone: their gradients are larger once computed.
+    """
+    adapters, others = nnx.split_state(block, lambda path, _: path[-1] in (LORA_A, LORA_B), ...)
+    if not adapters:
+        return x, block
+    x, adapters = tied_in_backward(x, adapters)
+    return x, nnx.merge_state(adapters, others)
 
 
 def set_dropout(block: nnx.Module, key: jax.Array | None) -> None:

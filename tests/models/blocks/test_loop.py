@@ -16,7 +16,9 @@ from jax import lax
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec as P
 
+from collective_matmul.jaxprs.walks import all_equations
 from models.blocks.apply import apply_blocks
+from models.blocks.barriers import tied_in_backward
 from models.blocks.loop import Scanned, Unrolled
 from models.parameters.use import Gathers, as_varying
 
@@ -230,3 +232,39 @@ def test_what_a_scan_keeps_is_written_to_memory_that_was_not_filled(make_mesh):
     text = str(jax.make_jaxpr(fun)(make_blocks(3), X))
     assert re.search(rf"f32\[3,{ROWS},{FEATURES}\]\S* = empty\[", text)
     assert not re.search(rf"f32\[3,{ROWS},\S* = broadcast_in_dim", text)
+
+
+@pytest.mark.parametrize("loop", [Unrolled(4), Scanned(4, 2)], ids=str)
+def test_gradients_by_jax_can_be_tied(loop: Unrolled | Scanned):
+    """They are the same numbers, and nothing is computed for what is not differentiated."""
+    blocks = make_blocks(4)
+
+    def tie(x: jax.Array, own: Block) -> tuple[jax.Array, Block]:
+        x, trained = tied_in_backward(x, {"up": own["up"]})
+        return x, own | trained
+
+    def loss(tie: Any, trained: list[jax.Array], x: jax.Array) -> jax.Array:
+        own: Any = [each | {"up": up} for each, up in zip(blocks, trained, strict=True)]
+        own = stacked(own) if isinstance(loop, Scanned) else own
+
+        def fun(own: Block, x: jax.Array, key: None) -> jax.Array:
+            return block(0, own, x, jnp.float32(0.5))
+
+        return jnp.sum(loop.applied([fun], own, None, x, tie=tie) ** 2)
+
+    trained = [jnp.asarray(own["up"]) for own in blocks]
+    free, tied = (jax.grad(functools.partial(loss, each)) for each in (None, tie))
+    for own, other in zip(jax.jit(free)(trained, X), jax.jit(tied)(trained, X), strict=True):
+        np.testing.assert_array_equal(own, other)
+    without, program = (
+        [*all_equations(jax.make_jaxpr(fun)(trained, X).jaxpr)] for fun in (free, tied)
+    )
+    barriers = [e for e in program if e.primitive.name == "optimization_barrier"]
+    shapes = [[v.aval.shape for v in equation.invars] for equation in barriers]
+    # In one program those of all blocks but two. A loop has one program for its iterations.
+    assert shapes == [[X.shape, (FEATURES, HIDDEN)]] * (2 if isinstance(loop, Unrolled) else 1)
+    matmuls = [
+        sum(equation.primitive.name == "dot_general" for equation in equations)
+        for equations in (without, program)
+    ]
+    assert matmuls[0] == matmuls[1]

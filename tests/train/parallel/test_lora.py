@@ -19,10 +19,12 @@ from jax.sharding import Mesh
 from models.checkpoint.saved_checkpoint import find_checkpoint
 from models.hugging_face.writing import keep_origin
 from tests.models.hugging_face.folders import DATA
+from tests.train import compiled_memory
 from tests.train.config.test_defaults import saved_run
 from train.checkpoint.new_state import init_state
-from train.config.config import MeshSizes
+from train.config.config import LoraConfig, MeshSizes
 from train.log.log_file import read_log
+from train.memory.step_memory import memory_of
 from train.optimizer.optimizer import make_optimizer
 from train.optimizer.state import FROZEN, state_on_mesh
 from train.parallel.batches import abstract_batch
@@ -161,6 +163,35 @@ def test_what_is_computed_again_has_the_same_dropout():
         if not name.endswith("lora_a"):
             assert np.any(gradient != other[name]), name
         np.testing.assert_allclose(gradient, again[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+DEEP = shlex.split("--lora.rank 8 --remat full --sequence-length 256 --model.num-layers")
+
+
+def test_remat_bounds_what_blocks_keep_for_adapters():
+    """A layer more takes memory for its input, as a loop over layers says, and not for what its
+    backward computes again."""
+
+    def activations(layers: str, scan: str) -> int:
+        config = parse([*MODEL, *DEEP, layers, "--scan-layers", scan])
+        return memory_of(config, make_abstract_mesh(MeshSizes(2, 1, 2), None)).activations
+
+    of_8, expected = (activations("12", scan) - activations("4", scan) for scan in ("0", "1"))
+    assert 0 < of_8 < 1.1 * expected
+
+
+@pytest.mark.exhaustive
+@compiled_memory.needs_cuda_build
+@pytest.mark.parametrize(("scan", "microbatches"), [(0, 1), (0, 2), (4, 1)])
+def test_the_compiler_keeps_no_more_for_adapters_than_is_predicted(scan: int, microbatches: int):
+    """Compiles four layers of Llama 3 8B for two H200."""
+    changes = {"scan_layers": scan, "gradient_accumulation_steps": microbatches}
+    changes |= {"remat": "full", "lora": LoraConfig(rank=16)}
+    case = compiled_memory.case(compiled_memory.TENSOR, 4, **changes)
+    with compiled_memory.gpus(2) as devices:
+        mesh = compiled_memory.mesh_of(devices, compiled_memory.TENSOR)
+        step = compiled_memory.compiled_step(case.config, mesh)
+    assert step.total < 1.03 * step.predicted.total
 
 
 SHARDED = ["--lora.rank", "6", "--lora.train", "head.kernel", "--mesh.fsdp", "2"]
