@@ -19,7 +19,7 @@ from train.config.defaults import describe_defaults
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
 from train.config.model_folder import model_name
-from train.memory.device_memory import GPUS, memory_fraction, memory_limit, usable, verdict
+from train.memory.device_memory import GPUS, fit, memory_fraction, memory_limit, usable, verdict
 from train.memory.step_memory import Memory, advice, memory_of
 from train.optimizer.muon import describe_muon
 from train.optimizer.optimizer import make_optimizer
@@ -37,6 +37,12 @@ from train.step import sharded_step
 _ONE_PROCESS = (
     "backends and times are those of one process; with several, rings over tensor cannot overlap,"
     " and the run prints after compilation whether kernels that address peers' memory replace them"
+)
+#: Why the table's times and a step's parts have other sums.
+_TWO_ESTIMATES = (
+    "times of ops and collectives above are estimated for each alone, to choose backends; a step's"
+    " parts are fitted to measured steps, where matmuls and what is hidden under them run at other"
+    " rates, so their sums differ"
 )
 
 
@@ -115,9 +121,11 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     with contextlib.suppress(ValueError):  # The next line says why nothing is predicted.
         kernel, kind = attention_kernel(config, sizes, mesh), device_kind_of(config)
         time = predict_run(config, sizes, kind, kernel).time
+        lines += [_TWO_ESTIMATES] if any(each.seconds for each in explained.decisions) else []
         lines.append(f"all of a step, of communication what nothing hides: {time}")
         lines += describe_faster_mesh(config, sizes, kind, kernel)
-    lines.append(describe_prediction(config, sizes, device_kind_of(config), mesh))
+    last = describe_prediction(config, sizes, device_kind_of(config), mesh)
+    lines.append(last if limit is None else f"{last}; the run {fit(memory.total, limit)}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     return fits
