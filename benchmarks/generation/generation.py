@@ -70,11 +70,12 @@ class Generation(Settings):
     batches: tuple[int, ...] = (1, 8, 64)
     """Numbers of prompts."""
     prefill_limit: int = 64
-    """Prefill is timed for up to this many prompts, and compiled for each candidate. For more, one
-    candidate prepares the caches of all, of which only decoding is timed."""
+    """Prefill is timed for up to this many prompts, and compiled for each candidate. For more, the
+    first prepares the caches of all, of which only decoding is timed."""
     candidates: tuple[str, ...] = ("auto", "xla", "baseline")
     """Backends; xla is JAX's own collectives, baseline the same compiled by plain jax.jit, and
-    plain has JAX's grouped matmuls too; "auto, valid cache" reads only the valid part of caches."""
+    plain has JAX's grouped matmuls too; "auto, whole cache" reads all of caches, as
+    references do."""
     pytorch: bool = False
     """Afterwards, time PyTorch in processes of its own; JAX must leave it memory, as with
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 on 80 GB."""

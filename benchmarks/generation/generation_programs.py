@@ -32,9 +32,9 @@ _REFERENCES = ("plain", "baseline", "xla")
 
 #: Of prefill and of decoding.
 Programs = tuple[Callable, Callable]
-#: The candidate that reads only the valid part of caches.
-VALID = "auto, valid cache"
-_IMPLEMENTATIONS = {"auto": None, VALID: None, "baseline": "xla", "plain": "xla"}
+#: The candidate whose attention reads all of caches, by XLA's matmuls, as references do.
+WHOLE = "auto, whole cache"
+_IMPLEMENTATIONS = {"auto": None, WHOLE: None, "baseline": "xla", "plain": "xla"}
 #: Why candidates have no times.
 Failures = dict[str, str]
 
@@ -46,11 +46,9 @@ def make_generator(
     return Generator(
         config,
         mesh=mesh,
-        implementation={"auto": None, VALID: None, "baseline": "xla", "plain": "xla"}.get(
-            name, name
-        ),
+        implementation=_IMPLEMENTATIONS.get(name, name),
         dtype=dtype,
-        cache_attention="triton" if name == VALID else None,
+        cache_attention="xla" if name in (WHOLE, *_REFERENCES) else None,
         jit={"baseline": jax.jit, "plain": _plain}.get(name, _Deciding),
     )
 
@@ -84,7 +82,7 @@ def compile_all(
       prompt: number of tokens of each prompt.
       prefill_limit: the largest batch for which each candidate has a prefill of its own.
     """
-    reference = reference_of(generators) or next(iter(generators))
+    first = next(iter(generators))
     with ThreadPoolExecutor(_COMPILING) as pool:
 
         @functools.cache
@@ -96,7 +94,7 @@ def compile_all(
         for batch, name in itertools.product(failures, generators):
             with recording_failures(failures[batch], name):
                 is_timed = batch <= prefill_limit
-                before, compiling = prefill(name if is_timed else reference, batch)
+                before, compiling = prefill(name if is_timed else first, batch)
                 decode = _lowered_decode(generators[name], *before.out_info[1:])
                 futures[batch][name] = compiling, pool.submit(decode.compile)
         compiled: dict[int, dict[str, Programs]] = {batch: {} for batch in failures}

@@ -114,7 +114,8 @@ class TrainCase:
         return {"sequence_length": self.tokens, **self.config().model.sharded_sizes}
 
     def describe(self, operands: Operands) -> dict[str, Any]:
-        model = ModelFunctions(self.config(), self.mesh_sizes(operands.mesh.devices.size))
+        sizes = self.mesh_sizes(operands.mesh.devices.size)
+        model = ModelFunctions(self.config(), sizes, jax.local_device_count())
         flops = model.flops_per_token(self.tokens)
         kind = operands.mesh.devices.flat[0].device_kind
         return {
@@ -152,7 +153,7 @@ class TrainCase:
         rewrite = candidate.compiler != "jit"
         if not rewrite:  # It gathers rows of weights without transposes.
             config = dataclasses.replace(config, weight_gather="blocks")
-        mesh, model = make_mesh(sizes), ModelFunctions(config, sizes)
+        mesh, model = make_mesh(sizes), ModelFunctions(config, sizes, jax.local_device_count())
         optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
         tokens = jax.ShapeDtypeStruct(
             (config.batch_size, config.sequence_length),

@@ -18,6 +18,8 @@ from models.generation import valid_attention
 
 #: What computes attention to a cache: a kernel that reads its valid part, and XLA's matmuls.
 TRITON, XLA = "triton", "xla"
+#: The compute capability of the GPUs that the kernel was measured on.
+_HOPPER = "9.0"
 
 
 class LayerCache(NamedTuple):
@@ -71,17 +73,21 @@ def choose_attention(
       config: shape of the model.
       dtype: dtype of the caches.
       device: one of JAX's devices, which are alike.
-      requested: a name; None for XLA. The kernel has not been measured on GPUs yet.
+      requested: a name; None for the kernel on Hopper GPUs, where it was measured, if it can
+        compute the attention, and for XLA elsewhere.
 
     Raises:
       ValueError: for an unknown name, or if the kernel is requested and cannot.
     """
     if requested not in (None, TRITON, XLA):
         raise ValueError(f"cache_attention={requested!r}: expected None, {TRITON!r} or {XLA!r}")
-    if requested != TRITON:
+    if requested == XLA:
         return XLA
     heads = config.num_heads // config.num_key_value_heads
     reason = valid_attention.unsupported_reason(heads, config.head_dim, dtype, device)
+    if requested is None:
+        measured = getattr(device, "compute_capability", None) == _HOPPER
+        return TRITON if measured and reason is None else XLA
     if reason is not None:
         raise ValueError(f"cache_attention={TRITON!r}: {reason}; pass {XLA!r}")
     return TRITON

@@ -57,8 +57,8 @@ class Generator:
       implementation: which backends execute the collective matmuls, as the layers take it.
       dtype: dtype of parameters and of the computation.
       cache_attention: what computes attention of a token to the ones before it: "triton", a kernel
-        for NVIDIA GPUs that reads the valid part of caches; None or "xla": matmuls that read all of
-        them.
+        for NVIDIA GPUs that reads the valid part of caches; "xla", matmuls that read all of them;
+        None: the kernel on Hopper GPUs, unless it cannot compute the model's attention.
       lora: adapters that the model has room for: see `adapters_in_common`. None: there are none.
       jit: what compiles the programs, with arguments of `jax.jit`. Plain `jax.jit` is for
         comparisons.

@@ -1,4 +1,8 @@
-"""Numbers that a block's forward leaves for its backward, by what is recomputed."""
+"""Numbers that a block's forward leaves for its backward, by what is recomputed.
+
+Stream is the residual stream of a device, [local_rows, features]; gathered is that of its tensor
+group, [rows, features].
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from models.blocks.rematerialization import recomputes_feed_forward
+from train.config.config import Config
 from train.config.experts import expert_devices
+from train.plan.rings import gathers_in_matmuls, leaves_matmuls_to_xla
 from train.plan.shapes import Shapes
+
+#: Kernels of attention, as `Config.attention` names them, that store all scores.
+_STORES_SCORES = ("xla",)
 
 
 class Activations(NamedTuple):
@@ -16,8 +25,9 @@ class Activations(NamedTuple):
 
     Attributes:
       saved: what its forward leaves.
-      recomputed: what its backward makes again before it begins.
-      temporary: gradients within it.
+      recomputed: what its backward makes again before it begins, or takes out of arrays of all
+        blocks.
+      temporary: gradients within it, and what waits for gradients of weights.
     """
 
     saved: float
@@ -29,37 +39,94 @@ def block_activations(shapes: Shapes) -> Activations:
     """The activations of a block."""
     config, model = shapes.config, shapes.model
     width = np.dtype(config.compute_dtype).itemsize
-    rows, local = shapes.rows, shapes.local_rows
+    rows, stream = shapes.rows, shapes.local_rows * model.features * width
     queries, keys = shapes.attention_columns
-    stream = local * model.features * width
     attended = rows * queries * width + 4 * rows * queries / model.head_dim  # Log-sum-exps.
     projected = rows * (queries + 2 * keys) * width
     normed = rows * (queries + keys) * width if model.query_key_norm else 0
     hidden = rows * shapes.hidden * width
     experts = _experts(shapes, width)
+    again = _experts_again(shapes, width)
     everything = 4 * stream + projected + normed + attended + 3 * hidden + experts
-    if config.fp8 == "tensorwise":  # The backward takes operands in 8 bits.
-        for linear in shapes.block[:1] + shapes.block[2:]:
-            operand = (local if linear.gathers else rows) * linear.inputs
-            everything -= operand * (width - 1) if linear.fp8 else 0
-    temporary = 2 * hidden + experts
+    everything -= _not_read(shapes, width)
+    left = everything - _in_8_bits(shapes, width)
+    results = 2 * stream + projected + attended
+    saved = {
+        "none": left,
+        "dots": results + 2 * hidden + experts,
+        "projections": results,
+        "attention": stream + attended,
+        "full": stream,
+    }[config.remat]
+    temporary = 2 * hidden + experts + again + _scores(shapes)
     if model.num_experts is not None:  # The tokens of all devices, their results and gradients.
         temporary += 4 * expert_devices(config, shapes.sizes) * stream
-    if config.remat == "none":
-        return Activations(everything, 0, temporary)
-    if recomputes_feed_forward(config.remat) and not config.scan_layers:
-        # Weight gradients of a block are complete when the backward of the next one is: hidden
-        # features and their gradients stay, and what is gathered and scattered around them.
-        temporary += 4 * hidden + 3 * rows * model.features * width
-    if config.remat == "full":
-        return Activations(stream, everything, temporary)
-    if config.remat == "attention":
-        return Activations(stream + attended, everything - attended, temporary)
-    if config.remat == "projections":
-        results = 2 * stream + projected + attended
-        return Activations(results, everything - results, temporary)
-    results = 2 * stream + projected + attended + 2 * hidden + experts
-    return Activations(results, everything - results, temporary)
+    temporary += _waiting(shapes, hidden, width)
+    if not config.scan_layers:
+        return Activations(saved, everything - saved, temporary)
+    if config.remat != "none":  # A loop takes what was saved of a block out of the arrays of all.
+        return Activations(saved, everything, temporary)
+    # Results of attention are kept twice, for the gradients of attention and of its projection.
+    return Activations(saved + attended, everything - hidden, temporary)
+
+
+def _not_read(shapes: Shapes, width: int) -> float:
+    """Bytes of operands of linear layers that no gradient of weights reads. Those of the output
+    projection of attention stay for attention."""
+    linears = shapes.block[:1] + shapes.block[2:]
+    return width * sum(shapes.operand(each) for each in linears if not each.trained_weights)
+
+
+def _in_8_bits(shapes: Shapes, width: int) -> float:
+    """Bytes that operands of linear layers take less where the backward finds them in 8 bits."""
+    if shapes.config.fp8 != "tensorwise":
+        return 0.0
+    linears = shapes.block[:1] + shapes.block[2:]
+    kept = (each for each in linears if each.fp8 and each.trained_weights)
+    return (width - 1) * sum(map(shapes.operand, kept))
+
+
+def _scores(shapes: Shapes) -> float:
+    """Bytes of the scores of attention where XLA computes it: in float32, as its kernels are for
+    the other dtypes, or where it is asked for. The backward has them, their gradients, and both in
+    the compute dtype."""
+    config = shapes.config
+    if config.attention not in _STORES_SCORES and config.compute_dtype != "float32":
+        return 0.0
+    heads = shapes.attention_columns[0] // shapes.model.head_dim
+    scores = shapes.rows * heads * (config.sequence_length // shapes.sizes.context)
+    return scores * (8 if config.compute_dtype == "float32" else 10)
+
+
+def _waiting(shapes: Shapes, hidden: float, width: int) -> float:
+    """Bytes of what waits for gradients of weights, which XLA computes late."""
+    config = shapes.config
+    is_loop = bool(config.scan_layers)
+    if shapes.microbatches > 1 and not is_loop:
+        return 0.0
+    gathered = shapes.rows * shapes.model.features * width
+    in_8_bits = config.fp8 == "tensorwise"
+    has_rings = not (in_8_bits or leaves_matmuls_to_xla(config))
+    waiting = 0.0
+    if (
+        shapes.sizes.tensor == 2 and has_rings and not config.fp8
+    ):  # Of two devices they are not always faster.
+        waiting += 2 * gathered
+    elif shapes.sizes.tensor > 1 and not has_rings:
+        waiting += 5 * gathered
+    in_rings = has_rings and (
+        shapes.sizes.tensor > (1 if config.fp8 else 2)
+        or (shapes.zero == 3 and gathers_in_matmuls(shapes))
+    )
+    is_trained = any(linear.trained_weights for linear in shapes.block[2:])
+    if is_loop or in_rings or config.remat == "none" or not is_trained:
+        return waiting
+    # Those of a block are complete when the backward of the next one is: hidden features and their
+    # gradients stay, and what is gathered and scattered around them.
+    arrays = 4 if recomputes_feed_forward(config.remat) else 2
+    if in_8_bits:
+        arrays = arrays / 2 if recomputes_feed_forward(config.remat) else 0
+    return waiting + arrays * hidden + 3 * gathered
 
 
 def sums_of_attention(shapes: Shapes) -> float:
@@ -72,10 +139,25 @@ def sums_of_attention(shapes: Shapes) -> float:
     return 4 * (shapes.rows * queries + (2 * seen * keys if queries != keys else 0))
 
 
+def _repeats_experts(config: Config) -> bool:
+    return config.recompute_expert_hidden or recomputes_feed_forward(config.remat)
+
+
+def _experts_again(shapes: Shapes, width: int) -> float:
+    """Bytes of hidden features of a block's experts where the backward computes them again: of all
+    devices at first, then gradients and rows of one device after the other."""
+    config = shapes.config
+    if not _repeats_experts(config):
+        return 0.0
+    arrays = expert_devices(config, shapes.sizes) + 4
+    columns = arrays * shapes.expert_hidden + 2 * shapes.model.features
+    return shapes.expert_pairs * columns * width
+
+
 def _experts(shapes: Shapes, width: int) -> float:
     """Bytes of gate and up of a block's experts, of all pairs that may come to a device."""
     config = shapes.config
-    if config.recompute_expert_hidden or recomputes_feed_forward(config.remat):
+    if _repeats_experts(config):
         return 0.0
     devices = expert_devices(config, shapes.sizes)
     return 2 * shapes.expert_pairs * devices * shapes.expert_hidden * width

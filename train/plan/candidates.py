@@ -22,8 +22,8 @@ from train.config.presets import PRESETS
 from train.memory.device_memory import usable
 from train.parallel.mesh import mesh_sizes
 from train.parallel.weight_gather import where_gathered
-from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.memory_estimate import MemoryEstimate, predict_memory
+from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.step_time import NETWORK_BYTES, Prediction, predict
 
 #: Fewer tokens of a sequence on a device are not worth a context axis: two GPUs with 4096 tokens

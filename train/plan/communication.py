@@ -16,14 +16,11 @@ import numpy as np
 from train.config.experts import expert_axes, expert_devices
 from train.plan.computation import Computation
 from train.plan.rates import DeviceRates
+from train.plan.rings import GPUS_OF_A_NODE, gathers_in_matmuls, leaves_matmuls_to_xla
 from train.plan.shapes import Linear, Shapes
 
-#: GPUs that NVLink joins, and that a process has.
-GPUS_OF_A_NODE = 8
 #: The share of a copy's time that rings of weights, experts and keys lose though they hide it.
 _RING_LOSS = 0.1
-#: Values of `Config.overlap` that leave all collective matmuls to XLA.
-_WITHOUT_RINGS = ("xla",)
 
 
 class _WeightGroup(NamedTuple):
@@ -118,7 +115,7 @@ class Communication:
         collective = arrays * rates.collective_seconds
         # Beside a step's passes the GPU clocks higher, so links set the time, not NCCL's kernels.
         collective += steps * chunk / min(rates.link_bytes, self.bandwidth(devices, 1, copies=True))
-        if devices > GPUS_OF_A_NODE or shapes.config.overlap in _WITHOUT_RINGS:
+        if devices > GPUS_OF_A_NODE or leaves_matmuls_to_xla(shapes.config):
             return collective
         wait = max(0.0, chunk / rates.link_bytes - matmul / devices) + arrays * rates.copy_seconds
         ring = steps * (wait + 1.5 * chunk / rates.memory_bytes)
@@ -244,15 +241,3 @@ class Communication:
         for arrays, under in ((2, forward), (3, backward)):
             seconds += max(0.0, arrays * one - under) + 2 * _RING_LOSS * arrays * one
         return seconds
-
-
-def gathers_in_matmuls(shapes: Shapes) -> bool:
-    """Whether rings gather the weights that they multiply, as `ModelFunctions` decides."""
-    config, sizes = shapes.config, shapes.sizes
-    if shapes.training.freezes:  # Nothing else gathers what is frozen.
-        return True
-    if config.weight_gather != "auto":
-        return config.weight_gather == "matmuls"
-    within = sizes.fsdp * sizes.tensor <= GPUS_OF_A_NODE and sizes.context == 1
-    divides = config.model.features % sizes.fsdp == 0
-    return within and divides and config.overlap in ("auto", "rewrite-jit")

@@ -16,7 +16,7 @@ import numpy as np
 from train.config.config import Config, MeshSizes
 from train.config.optimizers import OPTIMIZERS
 from train.plan.activations import block_activations, sums_of_attention
-from train.plan.communication import gathers_in_matmuls
+from train.plan.rings import gathers_in_matmuls
 from train.plan.shapes import Shapes
 
 
@@ -81,7 +81,7 @@ class _Step:
             moments -= trained - 4 * shapes.trained_vocabulary_weights / shapes.weight_shards
         layers = shapes.model.num_layers
         blocks = (self.block_after(done) for done in {min(1, layers - 1), layers - 1})
-        most = max((self.head(), *blocks, self.end()), key=sum)
+        most = max((self.begin(), self.head(), *blocks, self.end()), key=sum)
         added = sums_of_attention(shapes) + self.copied_frozen_weights
         most = most._replace(activations=most.activations + added)
         return MemoryEstimate(parameters, moments, *most)
@@ -111,6 +111,11 @@ class _Step:
         return self.shapes.microbatches > 1
 
     @property
+    def gathers_float32(self) -> bool:
+        """Whether all trained weights are gathered in float32, as beside frozen ones."""
+        return self.shapes.training.freezes and self.shapes.zero in (1, 2)
+
+    @property
     def all_weights(self) -> float:
         """Numbers of all trained weights before ZeRO shards them."""
         return self.shapes.dense_weights + self.shapes.all_expert_weights
@@ -119,18 +124,22 @@ class _Step:
     def gradients(self) -> float:
         """Bytes of all gradients of a microbatch."""
         shapes = self.shapes
-        # XLA leaves a gradient in the compute dtype unless it is summed in float32.
-        if not self.is_summed:
+        # XLA leaves a gradient in the compute dtype unless it is summed in float32. Those of a
+        # microbatch are summed with the others', and over devices at the end.
+        is_whole = self.accumulates and shapes.zero < 2 and not self.gathers_float32
+        if not self.is_summed or is_whole:
             return self.width * self.all_weights
-        once = self.accumulates and shapes.zero < 2
-        return 4 * (self.all_weights if once else shapes.local_weights)
+        if self.gathers_float32 and shapes.config.scan_layers:  # Scattered after the loop.
+            return 4 * self.all_weights
+        return 4 * shapes.local_weights
 
     @property
     def sums(self) -> float:
         """Bytes of the float32 sums over microbatches."""
         if not self.accumulates:
             return 0.0
-        return 4 * (self.shapes.local_weights if self.shapes.zero > 1 else self.all_weights)
+        is_local = self.shapes.zero > 1 or self.gathers_float32
+        return 4 * (self.shapes.local_weights if is_local else self.all_weights)
 
     @property
     def weights(self) -> float:
@@ -139,6 +148,8 @@ class _Step:
         shapes = self.shapes
         if shapes.zero == 3:
             return self.copies_of_shards
+        if self.gathers_float32 and shapes.config.scan_layers:  # Each iteration casts its own.
+            return 4 * self.all_weights
         is_used_again = shapes.model.tied_head or self.accumulates
         is_made = shapes.embedding_is_trained and not is_used_again
         numbers = self.all_weights - (self.table if is_made else 0)
@@ -202,12 +213,31 @@ class _Step:
             return 0.0
         return shapes.model.num_layers * shapes.frozen_block_bytes
 
+    def begin(self) -> _Moment:
+        """The begin of a forward: weights that are gathered in float32 are not cast yet."""
+        weights = 4 * self.all_weights if self.gathers_float32 else 0.0
+        return _Moment(weights, self.sums, 0.0)
+
+    @property
+    def logits(self) -> float:
+        """Bytes of the logits that there are at one time; their gradient has as many."""
+        return self.width * self.shapes.logit_rows * self.shapes.vocabulary
+
+    @property
+    def logits_for_the_head(self) -> float:
+        """Bytes of the gradient of the logits in a loop over layers: the head's own gradient is
+        computed after the loop, as nothing waits for it."""
+        shapes = self.shapes
+        if self.accumulates or shapes.loss_is_in_chunks or not shapes.head.is_trained:
+            return 0.0
+        return self.logits if shapes.config.scan_layers else 0.0
+
     def head(self) -> _Moment:
         """The backward of the head: all activations are there."""
         shapes, width = self.shapes, self.width
         saved = shapes.model.num_layers * block_activations(shapes).saved + 4 * self.stream
         saved += self.saved_weights
-        logits = width * shapes.logit_rows * shapes.vocabulary
+        logits = self.logits
         table = width * self.table
         weights = self.weights
         if shapes.zero == 3:
@@ -237,7 +267,7 @@ class _Step:
         head = self.table if has_gradient else 0.0
         blocks = (self.all_weights - shapes.trained_vocabulary_weights) * gone / layers
         rest = self.gradients * (blocks + head) / self.all_weights
-        if shapes.zero == 2:  # XLA scatters the head's only at the end.
+        if shapes.zero == 2 and not is_loop:  # XLA scatters the head's only at the end.
             rest += 4 * head * (1 - 1 / shapes.weight_shards)
         # Gradients of experts that are not sharded further are float32, one matrix after another.
         is_gathered = shapes.expert_shards > 1
@@ -249,7 +279,8 @@ class _Step:
         used = activations.saved * left + activations.recomputed + activations.temporary
         used += self.saved_weights
         weights += self.block + self.loop
-        return _Moment(weights, self.sums + rest + own, used + 4 * self.stream)
+        used += self.stream * (1 if is_loop else 2 if self.accumulates else 4)
+        return _Moment(weights, self.sums + rest + own, used, self.logits_for_the_head)
 
     def end(self) -> _Moment:
         """The end of the backward: all gradients are there."""

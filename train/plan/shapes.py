@@ -144,6 +144,10 @@ class Shapes:
             sum(adapted),
         )
 
+    def operand(self, linear: Linear) -> int:
+        """Numbers of what a device multiplies, before it gathers."""
+        return (self.local_rows if linear.gathers else self.rows) * linear.inputs
+
     @functools.cached_property
     def training(self) -> Training:
         """Which parameters are trained."""
@@ -202,10 +206,16 @@ class Shapes:
         """Bytes of all weights of a device that are not trained."""
         width = np.dtype(self.config.compute_dtype).itemsize
         shards = self.weight_shards if self.zero == 3 else 1
-        table = self.vocabulary_weights - self.trained_vocabulary_weights
-        # Matmuls gather all but a table that is the head too.
-        whole = shards if not self.model.tied_head else 1
-        return self.model.num_layers * self.frozen_block_bytes / shards + width * table / whole
+        # Matmuls gather all but a table that is the head too, and a head in chunks.
+        is_whole = self.model.tied_head, loss_chunk(self.config, self.sizes) is not None
+        trained = self.embedding_is_trained, self.head.is_trained or self.model.tied_head
+        tables = sum(
+            1 if whole else 1 / shards
+            for whole, is_trained in zip(is_whole, trained, strict=True)
+            if not is_trained
+        )
+        vocabulary = width * self.model.features * self.vocabulary * tables
+        return self.model.num_layers * self.frozen_block_bytes / shards + vocabulary
 
     @property
     def kept_weights(self) -> int:
@@ -251,8 +261,7 @@ class Shapes:
         """Devices that ZeRO shards an expert's weights over: not those with other experts."""
         if not self.config.zero:
             return 1
-        within = "fsdp" in expert_axes(self.config)
-        return self.sizes.context if within else self.sizes.weight_shards
+        return 1 if "fsdp" in expert_axes(self.config) else self.sizes.weight_shards
 
     @functools.cached_property
     def zero(self) -> int:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 
 from train.config.config import ONE_DEVICE, Config, MeshSizes
 from train.log.metrics import model_flops_per_token, peak_flops
-from train.plan.communication import GPUS_OF_A_NODE, Communication
+from train.plan.communication import Communication
 from train.plan.computation import Computation
 from train.plan.rates import RATES
+from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.shapes import Shapes
 
 #: Seconds of a step in which no kernel runs.

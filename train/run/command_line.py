@@ -36,8 +36,8 @@ from train.optimizer.muon import describe_muon
 from train.optimizer.schedule import describe_schedule
 from train.parallel.model import describe_trained
 from train.parallel.zero import describe_zero
-from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.mesh_choice import planned_mesh_sizes
+from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, describe_step_time, predict_run
 from train.plan.step_time import unpredicted_reason
 from train.plan.table import CHOSEN, print_plan

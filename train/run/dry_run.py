@@ -28,9 +28,9 @@ from train.parallel.batches import abstract_batch
 from train.parallel.mesh import make_abstract_mesh
 from train.parallel.model import ModelFunctions, describe_trained
 from train.parallel.zero import describe_zero
-from train.plan.communication import GPUS_OF_A_NODE
 from train.plan.memory_estimate import predict_memory
 from train.plan.mesh_choice import describe_faster_mesh
+from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, attention_of, predict_run
 from train.step import sharded_step
 

@@ -140,8 +140,9 @@ def chosen(
     return choose_attention(config, dtype, device(capability), requested)
 
 
-def test_the_kernel_is_chosen_by_name() -> None:
-    assert chosen() == "xla"
+def test_the_kernel_is_chosen_where_it_was_measured_or_by_name() -> None:
+    assert chosen() == chosen(dtype="float32") == "triton"
+    assert chosen("8.0") == chosen("10.0") == "xla"
     assert chosen(requested="triton") == chosen("10.0", "float32", "triton") == "triton"
     assert chosen(requested="xla") == "xla"
     assert choose_attention(PRESETS["llama3-8b"](), "bfloat16", jax.devices()[0], None) == "xla"

@@ -266,7 +266,10 @@ def test_what_cannot_fit_says_why() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    ["llama3-8b --model.num-layers 15 --devices 1 --batch-size 2", "qwen3-32b --devices 8"],
+    [
+        "llama3-8b --model.num-layers 15 --devices 1 --batch-size 2",
+        "qwen3-32b --devices 8 --sequence-length 12288",
+    ],
 )
 def test_where_nothing_fits_it_says_what_would(model: str, capsys) -> None:
     plan = shlex.split(f"--plan --device H100 --preset {model}")
@@ -312,7 +315,8 @@ def test_a_near_miss_has_the_command_that_computes_it(capsys) -> None:
 
 @pytest.mark.exhaustive
 def test_what_the_estimate_takes_for_too_large_fits_in_a_dry_run(capsys) -> None:
-    [command] = near_miss("--preset qwen3-32b --device H100 --devices 8", capsys)
+    mesh = "--mesh.fsdp 4 --mesh.tensor 2"
+    [command] = near_miss(f"--preset qwen3-32b --device H100 --devices 8 {mesh}", capsys)
     main(shlex.split(command))
     assert "fits into the 73,600,000,000 bytes" in capsys.readouterr().out
 
