@@ -77,7 +77,7 @@ class Candidate:
 
 
 def choices(config: Config, sizes: MeshSizes) -> dict[str, str]:
-    """What a plan chooses of a configuration, by name: the columns of its table."""
+    """The values that a plan chooses, by name: the columns of its table."""
     values = {
         "mesh": sizes,
         "ZeRO": config.zero,

@@ -263,7 +263,7 @@ def _trainer(*arguments: str) -> str:
 
 
 def _about_best(plan: Plan) -> list[str]:
-    """What is as fast as the first row, and where its time goes, as lines."""
+    """Lines that say which rows are as fast as the first, and where its time goes."""
     lines, best = [], plan.candidates[0]
     close = [each for each in plan.candidates[1:] if each.seconds < (1 + _ERROR) * best.seconds]
     if close:
