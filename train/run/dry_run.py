@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import jax
@@ -32,6 +31,7 @@ from train.plan.memory_estimate import predict_memory
 from train.plan.mesh_choice import describe_faster_mesh
 from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, attention_of, predict_run
+from train.run.tracing import tracing
 from train.step import sharded_step
 
 _ONE_PROCESS = (
@@ -83,7 +83,9 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     mesh = make_abstract_mesh(sizes, None if gpu is None else gpu.device)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
     state = state_on_mesh(model, optimizer, mesh)
-    memory = memory_of(config, mesh, model, state, local_devices=GPUS_OF_A_NODE)
+    layers = counted(config.model.num_layers, "layer")
+    with tracing(f"{layers}, to know what memory a step takes"):
+        memory = memory_of(config, mesh, model, state, local_devices=GPUS_OF_A_NODE)
     _print_memory(memory, config, console)
     if gpu is None:
         limit, kind = memory_limit(jax.local_devices()[0])
@@ -93,7 +95,13 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     sentence = verdict(memory.total, limit, kind)
     fits = limit is None or memory.total <= usable(limit)
     if limit is not None and not fits:
-        sentence += f": {advice(config, mesh, memory, usable(limit), GPUS_OF_A_NODE, _estimate)}"
+
+        def estimate(config: Config, sizes: MeshSizes) -> float:
+            return predict_memory(config, sizes).total
+
+        with tracing("other configurations, to find one that fits"):
+            flags = advice(config, mesh, memory, usable(limit), GPUS_OF_A_NODE, estimate)
+        sentence += f": {flags}"
     console.print(sentence, highlight=False, soft_wrap=True)
 
     if sizes.context == 1:  # Else it is one of the ops of the table below.
@@ -116,27 +124,18 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
         lines.insert(0, gpu.remark)
     if config.distributed.tensor_across_processes:
         lines.insert(0, _ONE_PROCESS)
-    explained = explain(step, verbose=config.verbose)(state, abstract_batch(config))
-    lines.append(explained.table(verbose="--verbose"))
-    with contextlib.suppress(ValueError):  # The next line says why nothing is predicted.
-        kernel, kind = attention_kernel(config, sizes, mesh), device_kind_of(config)
-        time = predict_run(config, sizes, kind, kernel).time
-        lines += [_TWO_ESTIMATES] if any(each.seconds for each in explained.decisions) else []
-        lines.append(f"all of a step, of communication what nothing hides: {time}")
-        lines += describe_faster_mesh(config, sizes, kind, kernel)
-    last = describe_prediction(config, sizes, device_kind_of(config), mesh)
-    lines.append(last if limit is None else f"{last}; the run {fit(memory.total, limit)}")
+    with tracing(f"{layers}, to know what its collective matmuls take"):
+        explained = explain(step, verbose=config.verbose)(state, abstract_batch(config))
+        lines.append(explained.table(verbose="--verbose"))
+    prediction = _describe_prediction(config, sizes, mesh)
+    if len(prediction) > 1 and any(each.seconds for each in explained.decisions):
+        lines.append(_TWO_ESTIMATES)
+    lines += prediction
+    if limit is not None:
+        lines[-1] += f"; the run {fit(memory.total, limit)}"
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     return fits
-
-
-def _estimate(config: Config, sizes: MeshSizes) -> float:
-    """About the bytes of a run, without tracing it; 0 if that is not known."""
-    try:
-        return predict_memory(config, sizes).total
-    except ValueError:
-        return 0.0
 
 
 def device_kind_of(config: Config) -> str:
@@ -146,15 +145,17 @@ def device_kind_of(config: Config) -> str:
     return GPUS[config.device or "H200"].device.device_kind
 
 
-def describe_prediction(
-    config: Config, sizes: MeshSizes, device_kind: str, mesh: AbstractMesh
-) -> str:
-    """The predicted time of a step, or why there is none."""
+def _describe_prediction(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -> list[str]:
+    """The predicted time of a step, its parts, and a mesh that would be faster; or why nothing is
+    predicted."""
+    kind = device_kind_of(config)
     try:
         kernel = attention_kernel(config, sizes, mesh)
-        return str(predict_run(config, sizes, device_kind, kernel))
+        prediction = predict_run(config, sizes, kind, kernel)
     except ValueError as error:
-        return str(error)
+        return [str(error)]
+    parts = f"all of a step, of communication what nothing hides: {prediction.time}"
+    return [parts, *describe_faster_mesh(config, sizes, kind, kernel), str(prediction)]
 
 
 def _print_memory(memory: Memory, config: Config, console: Console) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from train.processes.agreement import check_same, together
+from train.run.tracing import tracing
 
 _ADVICE = "give all nodes the same tuned tables, the same library and the same environment"
 
@@ -40,7 +41,8 @@ def compile_together(jitted: Any, *arguments: Any) -> CompiledProgram:
     # more than a minute. One may have read its weights for longer than the others.
     with together():
         pass
-    program = jitted.decided(*arguments)
+    with tracing():
+        program = jitted.decided(*arguments)
     kinds = Counter(f"{d.implementation} ({d.reason})" for d in dict.fromkeys(program.decisions))
     peer_kernels = str(program.peer_kernels)
     # Processes whose programs differ would wait for each other for ever.
