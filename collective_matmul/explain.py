@@ -129,7 +129,7 @@ class Explanation:
             alone = [(runs[line], site.communication_seconds) for line, site in plain.items()]
             if all(seconds is not None for _, seconds in alone):
                 seconds = sum(n * (each or 0) for n, each in alone)
-                totals[-1] += f"; at the rate of NVLink they take {seconds * 1e3:.2f} ms"
+                totals[-1] += f"; one by one, at NVLink's rate, they take {seconds * 1e3:.2f} ms"
         if self.auto_axes:
             totals.append(
                 f"mesh axes of type Auto show nothing: {', '.join(self.auto_axes)}. The compiler"
@@ -167,9 +167,12 @@ class Explanation:
         communicate = f"they communicate for {communication * 1e3:.2f} ms"
         if differs:
             return [total, communicate]
-        hidden = sum(n * each.hidden_seconds for n, each in known)
+        hidden = min(sum(n * each.hidden_seconds for n, each in known), communication)
         share = hidden / max(communication, 1e-12)
-        communicate += f", of which {hidden * 1e3:.2f} ms ({share:.0%}) are hidden under matmuls"
+        communicate += (
+            f" with {REFERENCE}, which hides nothing; of that, {hidden * 1e3:.2f} ms ({share:.0%})"
+            f" are hidden under matmuls, and {(communication - hidden) * 1e3:.2f} ms are left"
+        )
         return [total, communicate]
 
     def _advice_on_gathers(self) -> list[str]:

@@ -116,8 +116,9 @@ def test_another_kind_of_device_can_be_asked_about() -> None:
     assert table.splitlines()[-2:] == [
         f"4 collective matmuls; of 4 the times are predicted: {total * 1e3:.2f} ms,"
         f" {reference * 1e3:.2f} ms with xla ({reference / total:.2f}×)",
-        f"they communicate for {communication * 1e3:.2f} ms, of which {hidden * 1e3:.2f} ms"
-        f" ({hidden / communication:.0%}) are hidden under matmuls",
+        f"they communicate for {communication * 1e3:.2f} ms with xla, which hides nothing; of that,"
+        f" {hidden * 1e3:.2f} ms ({hidden / communication:.0%}) are hidden under matmuls, and"
+        f" {(communication - hidden) * 1e3:.2f} ms are left",
     ]
 
 

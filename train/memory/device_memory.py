@@ -68,6 +68,13 @@ def usable(limit: int) -> int:
     return int(limit * (1 - MARGIN))
 
 
+def fit(total: int, limit: int) -> str:
+    """Whether so many bytes fit into those that XLA may allocate, in short."""
+    if total <= usable(limit):
+        return "fits"
+    return "may not fit" if total <= limit else "does not fit"
+
+
 def verdict(total: int, limit: int | None, whose: str) -> str:
     """Says whether a run fits into a device.
 
@@ -78,14 +85,13 @@ def verdict(total: int, limit: int | None, whose: str) -> str:
     """
     if limit is None:
         return f"how much memory {whose.removeprefix('that ')} is not known"
+    sentence = f"{fit(total, limit)} into the {limit:,} bytes {whose}"
+    if total > limit:
+        return f"{sentence}, by {total - limit:,}"
+    sentence += f": {limit - total:,} are left"
     if total <= usable(limit):
-        return f"fits into the {limit:,} bytes {whose}: {limit - total:,} are left"
-    if total <= limit:
-        return (
-            f"may not fit into the {limit:,} bytes {whose}: {limit - total:,} are left, and"
-            f" predictions have been up to {MARGIN:.1%} too low"
-        )
-    return f"does not fit into the {limit:,} bytes {whose}, by {total - limit:,}"
+        return sentence
+    return f"{sentence}, and predictions have been up to {MARGIN:.1%} too low"
 
 
 class Gpu(NamedTuple):

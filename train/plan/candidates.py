@@ -83,6 +83,28 @@ class Candidate:
         return self.memory.total if self.traced_bytes is None else self.traced_bytes
 
 
+def choices(config: Config, sizes: MeshSizes) -> dict[str, str]:
+    """The values that a plan chooses, by name: the columns of its table."""
+    values = {
+        "mesh": sizes,
+        "ZeRO": config.zero,
+        "remat": config.remat,
+        "scan": config.scan_layers or "-",
+        "microbatches": config.gradient_accumulation_steps,
+    }
+    if config.model.num_experts is not None:
+        values["experts"] = config.expert_axes
+    return {name: str(value) for name, value in values.items()}
+
+
+def describe(config: Config, sizes: MeshSizes) -> str:
+    """A configuration as a row of the table has it, within a sentence."""
+    return ", ".join(
+        value if name == "mesh" else f"{name} {value}"
+        for name, value in choices(config, sizes).items()
+    )
+
+
 @dataclass
 class Plan:
     """The configurations of a machine.
@@ -101,7 +123,7 @@ class Plan:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """The fastest that fits of each mesh, placement of experts and recipe; the fastest first."""
+        """The fastest of each mesh, placement of experts and recipe, in the order of `fitting`."""
         fastest: dict[Any, Candidate] = {}
         for candidate in self.fitting:
             config = candidate.config
@@ -275,11 +297,7 @@ def _too_large(
     """Why a configuration does not fit into memory, in short and with numbers."""
     limit = f"{machine.limit / 1e9:.1f} GB may be used"
     state, total = (f"{size / 1e9:,.1f} GB" for size in (memory.state, memory.total))
+    which = describe(config, sizes)
     if memory.state > machine.limit:
-        text = f"parameters and optimizer state alone take {state}, and {limit}"
-        return STATE, f"{sizes}, zero {config.zero}: {text}"
-    text = f"takes {total}, {state} of it state, and {limit}"
-    setting = f"zero {config.zero}, remat {config.remat}"
-    if config.gradient_accumulation_steps > 1:
-        setting += f", {config.gradient_accumulation_steps} microbatches"
-    return ACTIVATIONS, f"{sizes}, {setting}: {text}"
+        return STATE, f"{which}: parameters and optimizer state alone take {state}, and {limit}"
+    return ACTIVATIONS, f"{which}: takes {total}, {state} of it state, and {limit}"

@@ -24,6 +24,7 @@ class StepTime:
     """Predicted seconds of a step on each device, by part; they add up to `total`."""
 
     matmuls: float
+    adapters: float
     attention: float
     experts: float
     quantization: float
@@ -125,10 +126,11 @@ def _step_time(computation: Computation, communication: Communication) -> StepTi
     shapes = computation.shapes
     count = shapes.microbatches
     blocks = count * shapes.model.num_layers
-    matmuls = computation.block_forward + computation.block_backward + computation.adapters
+    matmuls = computation.block_forward + computation.block_backward
     once = computation.casts() + computation.accumulation() + _IDLE_SECONDS
     return StepTime(
         matmuls=blocks * matmuls + count * computation.head,
+        adapters=blocks * computation.adapters,
         attention=blocks * (computation.attention_forward + computation.attention_backward),
         experts=blocks * (computation.experts_forward + computation.experts_backward),
         quantization=count * computation.quantization(),

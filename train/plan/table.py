@@ -24,6 +24,7 @@ from train.plan.candidates import (
     Candidate,
     Machine,
     Plan,
+    choices,
     is_free,
     make_plan,
     planned_batch_size,
@@ -86,14 +87,13 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
         _print(console, *_about_8_bits(config, others))
         if Training(config.lora, config.freeze).freezes:
             _print(console, "MFU does not count gradients for frozen weights, which have none")
-    _print(console, *_conclusion(config, plan, machine))
-    _print(console, *_advice(config, plan, machine))
-    if best:
-        _print(console, *_commands(config, arguments, best, others))
+        _print(console, *_about_best(plan), *_commands(config, arguments, best, others))
         if config.data is None and config.tokenizer is None:
             _print(console, "add --data and --tokenizer: without, it trains on a text as bytes")
         elif config.data is None:
             _print(console, "add --data: without, it trains on the Python manual")
+    _print(console, *_left_out(config, plan, machine))
+    _print(console, *_advice(config, plan, machine))
     return bool(best)
 
 
@@ -221,20 +221,16 @@ def _recipe(config: Config) -> tuple[str, str] | None:
 
 def _table(rows: Sequence[Candidate], in_8_bits: Sequence[Candidate]) -> list[str]:
     """Lines of a table, as wide as it needs."""
-    experts = rows[0].config.model.num_experts is not None
-    names = ["mesh", "ZeRO", "remat", "scan", "microbatches", *["experts"] * experts, "8 bits"]
+    names = [*choices(rows[0].config, rows[0].sizes), "8 bits"]
     right = ("step", "tokens/s/GPU", "MFU", "GB")
     lines: list[Sequence[str]] = [(*names, *right)]
     for row in (*rows, *in_8_bits):
-        config, recipe = row.config, _recipe(row.config)
-        cells = [
-            row.sizes, config.zero, config.remat, config.scan_layers or "-",
-            config.gradient_accumulation_steps, *[config.expert_axes] * experts,
-            "-" if recipe is None else recipe[1],
+        recipe = _recipe(row.config)
+        lines.append([
+            *choices(row.config, row.sizes).values(), "-" if recipe is None else recipe[1],
             milliseconds(row.seconds), f"{row.prediction.tokens_per_second:,.0f}",
             f"{row.prediction.mfu:.1%}", f"{row.bytes / 1e9:.1f}",
-        ]  # fmt: skip
-        lines.append([str(cell) for cell in cells])
+        ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -278,37 +274,45 @@ def _trainer(*arguments: str) -> str:
     return shlex.join(["python", "-m", "train", *arguments])
 
 
-def _conclusion(config: Config, plan: Plan, machine: Machine) -> list[str]:
-    """Where the time of the best goes, and why the others do not fit, as lines."""
-    lines = []
-    if plan.candidates:
-        best = plan.candidates[0]
-        close = [each for each in plan.candidates[1:] if each.seconds < (1 + _ERROR) * best.seconds]
-        if close:
-            others = "1 other mesh is" if len(close) == 1 else f"{len(close)} other meshes are"
-            lines.append(
-                f"{others} predicted to take less than {_ERROR:.0%} longer than the first row, and"
-                " predictions have been off by as much: one of these may be the fastest, so measure"
-                " them too if that matters"
-            )
-        time = best.prediction.time
-        lines.append(f"the first's step, of communication what nothing hides: {time}")
-        if best.prediction.extrapolated:
-            lines.append(f"extrapolated: {best.prediction.extrapolated}")
-    refused = sum(plan.refused.values())
-    if refused or plan.candidates:
+def _about_best(plan: Plan) -> list[str]:
+    """Lines that say which rows are as fast as the first, and where its time goes."""
+    lines, best = [], plan.candidates[0]
+    close = [each for each in plan.candidates[1:] if each.seconds < (1 + _ERROR) * best.seconds]
+    if close:
+        others = "1 other mesh is" if len(close) == 1 else f"{len(close)} other meshes are"
         lines.append(
-            f"{refused:,} configurations do not fit, or are not possible. Of a GPU's memory JAX may"
-            f" use {machine.memory / 1e9:.1f} GB; a plan uses up to {machine.limit / 1e9:.1f} GB,"
-            f" since estimates have been up to {MARGIN:.1%} too low{':' if refused else ''}"
+            f"{others} predicted to take less than {_ERROR:.0%} longer than the first row, and"
+            " predictions have been off by as much: one of these may be the fastest, so measure"
+            " them too if that matters"
         )
-        lines += [
+    time = best.prediction.time
+    lines.append(f"the first's step, of communication what nothing hides: {time}")
+    if best.prediction.extrapolated:
+        lines.append(f"extrapolated: {best.prediction.extrapolated}")
+    return lines
+
+
+def _left_out(config: Config, plan: Plan, machine: Machine) -> list[str]:
+    """How much memory a plan uses, and what does not fit, as lines."""
+    refused = sum(plan.refused.values())
+    if not refused and not plan.candidates:
+        return [unfit_mesh(config, machine.devices)]
+    memory = (
+        f"of a GPU's memory JAX may use {machine.memory / 1e9:.1f} GB; a plan uses up to"
+        f" {machine.limit / 1e9:.1f} GB, since estimates have been up to {MARGIN:.1%} too low"
+    )
+    if not refused:
+        return [memory]
+    tried = "configurations were tried that" if plan.candidates else "configurations"
+    beside = "beside the rows, " * bool(plan.candidates)
+    return [
+        memory,
+        f"{beside}{refused:,} {tried} do not fit, or are not possible:",
+        *(
             f"  {count:,} × {reason}, such as {plan.nearest[reason][1]}"
             for reason, count in plan.refused.most_common(_REASONS)
-        ]
-    else:
-        lines.append(unfit_mesh(config, machine.devices))
-    return lines
+        ),
+    ]
 
 
 def _advice(config: Config, plan: Plan, machine: Machine) -> list[str]:

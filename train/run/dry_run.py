@@ -18,7 +18,7 @@ from train.config.defaults import describe_defaults
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
 from train.config.model_folder import model_name
-from train.memory.device_memory import GPUS, memory_fraction, memory_limit, usable, verdict
+from train.memory.device_memory import GPUS, fit, memory_fraction, memory_limit, usable, verdict
 from train.memory.step_memory import Memory, advice, memory_of
 from train.memory.tracing import tracing
 from train.optimizer.muon import describe_muon
@@ -37,6 +37,12 @@ from train.step import sharded_step
 _ONE_PROCESS = (
     "backends and times are those of one process; with several, rings over tensor cannot overlap,"
     " and the run prints after compilation whether kernels that address peers' memory replace them"
+)
+#: Why the table's times and a step's parts have other sums.
+_TWO_ESTIMATES = (
+    "times of ops and collectives above are estimated for each alone, to choose backends; a step's"
+    " parts are fitted to measured steps, where matmuls and what is hidden under them run at other"
+    " rates, so their sums differ"
 )
 
 
@@ -121,7 +127,12 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     with tracing(f"{layers}, to know what its collective matmuls take"):
         explained = explain(step, verbose=config.verbose)(state, abstract_batch(config))
         lines.append(explained.table(verbose="--verbose"))
-    lines += _describe_prediction(config, sizes, mesh)
+    prediction = _describe_prediction(config, sizes, mesh)
+    if len(prediction) > 1 and any(each.seconds for each in explained.decisions):
+        lines.append(_TWO_ESTIMATES)
+    lines += prediction
+    if limit is not None:
+        lines[-1] += f"; the run {fit(memory.total, limit)}"
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     return fits

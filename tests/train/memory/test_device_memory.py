@@ -11,6 +11,7 @@ from train.memory.device_memory import (
     GPUS,
     VARIABLES,
     describe_memory,
+    fit,
     memory_fraction,
     memory_limit,
     set_memory_fraction,
@@ -37,7 +38,9 @@ def test_the_verdict_is_about_the_memory_of_the_device(
         def memory_stats(self) -> dict[str, int] | None:
             return statistics
 
-    assert verdict(900, *memory_limit(Device())).startswith(sentence)
+    limit, whose = memory_limit(Device())
+    assert verdict(900, limit, whose).startswith(sentence)
+    assert limit is None or sentence.startswith(f"{fit(900, limit)} into ")
 
 
 def test_the_fraction_of_memory_is_set_where_the_user_has_not(

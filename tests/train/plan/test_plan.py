@@ -36,6 +36,7 @@ from train.plan.mesh_choice import SAVED_SIZES, describe_faster_mesh, planned_me
 from train.plan.rates import RATES
 from train.plan.run import describe_step_time, predict_run
 from train.plan.step_time import StepTime, predict
+from train.plan.traced_rows import TOO_HIGH, TOO_HIGH_BESIDE_FROZEN
 from train.run.command_line import main, parse
 
 H100, H200 = (GPUS[name].device.device_kind for name in ("H100", "H200"))
@@ -178,7 +179,7 @@ def test_memory_is_near_what_a_dry_run_traces(name: str) -> None:
     traced = memory_of(run, make_abstract_mesh(sizes, GPUS["H100"].device), local_devices=8)
     estimate = predict_memory(run, sizes)
     assert estimate.state == pytest.approx(traced.state, rel=0.002)
-    assert 0.95 <= estimate.total / traced.total <= 1.10
+    assert 0.95 <= estimate.total / traced.total <= 1 + TOO_HIGH
 
 
 @pytest.mark.parametrize("sizes", [TENSOR, MeshSizes(context=2)], ids=["tensor", "context"])
@@ -454,7 +455,7 @@ def test_a_dry_run_ends_with_the_predicted_step_time(capsys) -> None:
     run = config(layers=1, batch_size=1)
     kernels = ("cudnn", "flash3")  # Which one depends on what is installed.
     predicted = [predict_run(run, TENSOR, H100, kernel) for kernel in kernels]
-    assert last in map(str, predicted)
+    assert last in [f"{each}; the run fits" for each in predicted]
     assert ", 1 sequence of 8192 tokens per step" in output
     assert output.count("flash3 would") <= 1
     # The parts add up as they are printed.
@@ -618,7 +619,7 @@ def test_memory_beside_frozen_weights_is_near_what_a_dry_run_traces(name: str) -
     traced = memory_of(run, make_abstract_mesh(sizes, GPUS["H100"].device), local_devices=8)
     estimate = predict_memory(run, sizes)
     assert estimate.state == pytest.approx(traced.state, rel=0.002)
-    assert 0.95 <= estimate.total / traced.total <= most
+    assert 0.95 <= estimate.total / traced.total <= most <= 1 + TOO_HIGH_BESIDE_FROZEN
 
 
 @pytest.mark.parametrize("changes", [{"lora": ADAPTERS}, {"freeze": "layers.attention.*"}])
