@@ -108,10 +108,8 @@ def _waiting(shapes: Shapes, hidden: float, width: int) -> float:
     in_8_bits = config.fp8 == "tensorwise"
     has_rings = not (in_8_bits or leaves_matmuls_to_xla(config))
     waiting = 0.0
-    if (
-        shapes.sizes.tensor == 2 and has_rings and not config.fp8
-    ):  # Of two devices they are not always faster.
-        waiting += 2 * gathered
+    if shapes.sizes.tensor == 2 and has_rings and not config.fp8:
+        waiting += 2 * gathered  # Rings of two devices are not always faster.
     elif shapes.sizes.tensor > 1 and not has_rings:
         waiting += 5 * gathered
     in_rings = has_rings and (
