@@ -259,7 +259,7 @@ def test_gradients_by_jax_can_be_tied(loop: Unrolled | Scanned):
     without, program = (
         [*all_equations(jax.make_jaxpr(fun)(trained, X).jaxpr)] for fun in (free, tied)
     )
-    barriers = [e for e in program if e.primitive.name == "optimization_barrier"]
+    barriers: list[Any] = [e for e in program if e.primitive.name == "optimization_barrier"]
     shapes = [[v.aval.shape for v in equation.invars] for equation in barriers]
     # In one program those of all blocks but two. A loop has one program for its iterations.
     assert shapes == [[X.shape, (FEATURES, HIDDEN)]] * (2 if isinstance(loop, Unrolled) else 1)
