@@ -416,17 +416,21 @@ def _line_of_plain(site: FoundSite) -> Line:
 def _runs_of_plain(plain: Sequence[FoundSite], runs: Mapping[Any, int]) -> dict[Line, int]:
     """The runs of each line, from those by kind, place and shapes.
 
-    Where several lines have these in common, or the program was changed to find a collective, it
-    counts as often as it was found.
+    Where several lines have these in common, as what a block computes and computes again, all of
+    them run equally often each time that they were found, as in one loop. If that cannot be, or the
+    program was changed to find a collective, it counts as often as it was found.
     """
     lines: dict[Any, Counter[Line]] = defaultdict(Counter)
     for site in plain:
         lines[site.key][_line_of_plain(site)] += 1
-    return {
-        line: runs[key] if len(found) == 1 and key in runs else count
-        for key, found in lines.items()
-        for line, count in found.items()
-    }
+    counts: dict[Line, int] = {}
+    for key, found in lines.items():
+        each, rest = divmod(runs.get(key, 0), found.total())
+        if len(found) == 1 and key in runs:
+            counts |= {line: runs[key] for line in found}
+        else:
+            counts |= {line: n * each if each and not rest else n for line, n in found.items()}
+    return counts
 
 
 def _ratio(reference: float, seconds: float) -> str:

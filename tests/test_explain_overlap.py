@@ -69,6 +69,27 @@ def test_sites_that_keep_their_equations_are_counted_apart(make_mesh: MeshFactor
     assert total == "3 plain gathers and sums: 3 kept as written"
 
 
+def test_what_a_loop_computes_again_counts_with_its_steps(make_mesh: MeshFactory) -> None:
+    """The gather of the forward and that of the recomputation are of one place, in two lines."""
+
+    @jax.checkpoint
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        gathered = lax.all_gather(x, AXIS, tiled=True)
+        return x + lax.psum_scatter(jnp.tanh(gathered @ w[0]) @ w[1], AXIS, tiled=True)
+
+    def loss(ws: jax.Array, x: jax.Array) -> jax.Array:
+        x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, ws)
+        return lax.psum(jnp.sum(x**2), AXIS)
+
+    specs = P(None, None, None), P(AXIS)
+    mapped = jax.shard_map(loss, mesh=make_mesh({AXIS: 2}), in_specs=specs, out_specs=P())
+    arguments = jnp.ones((3, 2, 4, 4)), jnp.ones((4, 4))
+    explanation = explain(jax.grad(mapped))(*arguments)
+    ops = ("all_gather_matmul", "matmul_reduce_scatter")
+    counts = [runs for line, runs in explanation.runs.items() if line.op in ops]
+    assert counts == [3] * 5
+
+
 @pytest.mark.needs("fused")
 @pytest.mark.parametrize("fused", [False, True])
 def test_overlap_would_use_fused_kernels_where_they_may_be(fused: bool) -> None:

@@ -103,6 +103,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> st
         for name, (was, now) in differences(saved, current).items()
         if name.partition(".")[0] not in _WITHOUT_INFLUENCE
         and name != CONTEXT_LENGTH
+        and not (name.startswith("mesh.") and now == 0)  # Chosen, and said beside the parameters.
         and not (name == "tokenizer" and _are_equal_files(was, now))
     )
 
