@@ -42,7 +42,7 @@ from train.config.config import Config, MeshConfig, MeshSizes, Zero
 from train.config.presets import PRESETS
 from train.log.metrics import peak_flops
 from train.optimizer.optimizer import make_optimizer
-from train.optimizer.state import state_on_mesh, with_weights
+from train.optimizer.state import WEIGHTS, TrainState, state_on_mesh, weights_adder
 from train.parallel.batches import batch_specs
 from train.parallel.mesh import make_mesh, mesh_sizes
 from train.parallel.model import ModelFunctions
@@ -193,6 +193,43 @@ def _random(tokens: jax.ShapeDtypeStruct, vocabulary: int, seed: int) -> jax.Arr
     return jax.jit(make, out_shardings=tokens.sharding)()
 
 
+class _Placing:
+    """Moves a state to where a program wants it. What does so is compiled once.
+
+    Args:
+      wanted: the program's state.
+    """
+
+    def __init__(self, wanted: TrainState):
+        self._wanted = wanted
+        self._add_weights = weights_adder(wanted)
+
+    def __call__(self, state: TrainState) -> TrainState:
+        moved = {
+            name: jax.tree.map(_moved, part, self._wanted[name])
+            for name, part in state.items()
+            if name != WEIGHTS
+        }
+        return self._add_weights(moved)
+
+
+def _moved(array: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The array with the sharding of another; the old one is freed.
+
+    A program moves it from device to device, where `jax.device_put` goes through the host.
+    """
+    if array.sharding.is_equivalent_to(wanted.sharding, array.ndim):
+        return array
+    moved = _move_to(wanted.sharding)(array)
+    array.delete()
+    return moved
+
+
+@functools.cache
+def _move_to(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: array, out_shardings=sharding)
+
+
 class Training:
     """One state, which every step replaces. A program that shards it otherwise moves it first.
 
@@ -216,13 +253,12 @@ class Training:
 
     def bind(self, compiled: Callable, arguments: tuple[Any, ...]) -> Callable[[], Any]:
         """A function that takes one step with a compiled program and returns its metrics."""
-        return functools.partial(self._step, compiled, arguments[0])
+        return functools.partial(self._step, compiled, _Placing(arguments[0]))
 
-    def _step(self, compiled: Callable, wanted: Any) -> Any:
+    def _step(self, compiled: Callable, place: _Placing) -> Any:
         if compiled is not self._previous:  # Calls after another program's are not timed.
             self._previous = compiled
-            places = jax.tree.map(lambda leaf: leaf.sharding, wanted)
-            self.state = jax.device_put(with_weights(self.state, wanted), places, donate=True)
+            self.state = place(self.state)
         is_first = compiled not in self.first_metrics
         if is_first:
             self._begin_again()

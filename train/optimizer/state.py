@@ -11,6 +11,7 @@ largest magnitudes of those that it quantizes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,19 +43,28 @@ def weights_of(state: TrainState) -> Params:
 
 def with_weights(state: TrainState, abstract: TrainState) -> TrainState:
     """The state with the weights that `abstract` has, made of its parameters, and no others."""
-    state = {name: part for name, part in state.items() if name != WEIGHTS}
-    if WEIGHTS not in abstract:
-        return state
-    kept = abstract[WEIGHTS]
-    params = {name: state["params"][name] for name in kept}
-    own = {name: abstract["params"][name].sharding.spec for name in kept}
-    make = jax.shard_map(
-        lambda params: made_of(params, kept),
-        mesh=abstract["step"].sharding.mesh,
-        in_specs=(own,),
-        out_specs=jax.tree.map(lambda leaf: leaf.sharding.spec, kept),
+    return weights_adder(abstract)(state)
+
+
+def weights_adder(abstract: TrainState) -> Callable[[TrainState], TrainState]:
+    """`with_weights` for one abstract state, compiled once for all calls."""
+    kept = abstract.get(WEIGHTS, {})
+    make = jax.jit(
+        jax.shard_map(
+            lambda params: made_of(params, kept),
+            mesh=abstract["step"].sharding.mesh,
+            in_specs=({name: abstract["params"][name].sharding.spec for name in kept},),
+            out_specs=jax.tree.map(lambda leaf: leaf.sharding.spec, kept),
+        )
     )
-    return {**state, WEIGHTS: jax.jit(make)(params)}
+
+    def add(state: TrainState) -> TrainState:
+        state = {name: part for name, part in state.items() if name != WEIGHTS}
+        if not kept:
+            return state
+        return {**state, WEIGHTS: make({name: state["params"][name] for name in kept})}
+
+    return add
 
 
 def abstract_state(model: ModelFunctions, optimizer: optax.GradientTransformation) -> TrainState:
