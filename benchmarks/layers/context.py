@@ -2,7 +2,8 @@
 
 A layer is a residual, the projections of queries, keys and values, attention, and the projection of
 its result. Weights are on every device; tokens are divided. All programs take turns. "compute" is
-the library's program whose permutes move nothing: a bound, not a result.
+the library's program whose permutes move nothing: a bound, not a result. A tensor axis divides
+heads, and tokens outside of attention; its collectives are XLA's in every program.
 
 Plain JAX gathers keys and values and attends with the same kernels. A branch for each device has
 the keys that its chunks attend to, so that it masks nothing away either.
@@ -51,6 +52,7 @@ _CANDIDATES = (
     _PLAIN,
     _PLAIN_CONTIGUOUS,
 )
+_HEADS = "heads"
 _KEYS_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
@@ -62,6 +64,8 @@ class Context(Settings):
     """Whose layers."""
     lengths: tuple[int, ...] = (8192, 32768, 131072)
     """Tokens of the whole sequence."""
+    tensor: int = 1
+    """Devices that divide the heads, beside those that divide the sequence."""
     layers: int = 2
     """Layers of a program."""
     candidates: tuple[str, ...] = _CANDIDATES
@@ -89,6 +93,7 @@ class ContextCase:
         """Tokens [1, S, E], the weights of each layer, and the gradient of the result."""
         features, heads, key_heads, size = MODELS[self.model]
         keys = iter(jax.random.split(jax.random.key(0), 4 * self.layers + 2))
+        specs = _weight_specs(mesh)
         shapes = {
             "q": (features, heads * size),
             "k": (features, key_heads * size),
@@ -102,10 +107,25 @@ class ContextCase:
 
         tokens = (1, self.length, features)
         weights = [
-            {name: normal(shape, P(), shape[0] ** -0.5) for name, shape in shapes.items()}
+            {name: normal(shape, specs[name], shape[0] ** -0.5) for name, shape in shapes.items()}
             for _ in range(self.layers)
         ]
-        return normal(tokens, P(None, AXIS), 1.0), weights, normal(tokens, P(None, AXIS), 1.0)
+        divided = _token_spec(mesh)
+        return normal(tokens, divided, 1.0), weights, normal(tokens, divided, 1.0)
+
+
+def _head_axis(mesh: Mesh) -> str | None:
+    return _HEADS if _HEADS in mesh.axis_names else None
+
+
+def _token_spec(mesh: Mesh) -> P:
+    """How [1, S, E] is divided: first along the sequence's axis, then along that of heads."""
+    return P(None, (AXIS, *([_HEADS] if _head_axis(mesh) else [])))
+
+
+def _weight_specs(mesh: Mesh) -> dict[str, P]:
+    heads = _head_axis(mesh)
+    return {"q": P(None, heads), "k": P(None, heads), "v": P(None, heads), "out": P(heads)}
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -156,16 +176,16 @@ def attention_of(name: str) -> tuple[Attend, str]:
 
 def program(case: ContextCase, attend: Attend, mesh: Mesh) -> Callable[..., Any]:
     """A function of `ContextCase.arguments`: the result, or it and all gradients."""
-    _, heads, key_heads, size = MODELS[case.model]
+    size, tensor = MODELS[case.model][-1], _head_axis(mesh)
 
     def layer(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-        batch, tokens = x.shape[:2]
+        own = lax.all_gather(x, tensor, axis=1, tiled=True) if tensor else x
+        heads = (*own.shape[:2], -1, size)
         # Keys and values first: they travel while the queries are projected.
-        key = (x @ weights["k"]).reshape(batch, tokens, key_heads, size)
-        value = (x @ weights["v"]).reshape(batch, tokens, key_heads, size)
-        query = (x @ weights["q"]).reshape(batch, tokens, heads, size)
-        attended = attend(query, key, value).reshape(batch, tokens, heads * size)
-        return x + attended @ weights["out"]
+        key, value = ((own @ weights[name]).reshape(heads) for name in ("k", "v"))
+        query = (own @ weights["q"]).reshape(heads)
+        y = attend(query, key, value).reshape(*own.shape[:2], -1) @ weights["out"]
+        return x + (lax.psum_scatter(y, tensor, scatter_dimension=1, tiled=True) if tensor else y)
 
     def local(x: jax.Array, weights: Any, dy: jax.Array) -> Any:
         def forward(x: jax.Array, weights: Any) -> jax.Array:
@@ -180,10 +200,11 @@ def program(case: ContextCase, attend: Attend, mesh: Mesh) -> Callable[..., Any]
         # Each device's own terms: their sum over devices belongs to data parallelism.
         return y, dx, jax.tree.map(lambda g: g[None], gradients)
 
-    tokens = P(None, AXIS)
-    specs = (tokens, tokens, P(AXIS)) if case.differentiated else tokens
+    tokens, weights = _token_spec(mesh), [_weight_specs(mesh)] * case.layers
+    gradients = [{n: P(AXIS, *spec) for n, spec in each.items()} for each in weights]
+    specs = (tokens, tokens, gradients) if case.differentiated else tokens
     return jax.shard_map(
-        local, mesh=mesh, in_specs=(tokens, P(), tokens), out_specs=specs, check_vma=False
+        local, mesh=mesh, in_specs=(tokens, weights, tokens), out_specs=specs, check_vma=False
     )
 
 
@@ -208,7 +229,7 @@ def run(settings: Context) -> Report:
     check_least(settings, 1, "layers", "copies_at_once")
     check_names("models", settings.models, list(MODELS))
     check_names("candidates", settings.candidates, _CANDIDATES)
-    mesh = make_mesh(settings)
+    mesh = make_mesh(settings, {_HEADS: settings.tensor})
     shapes = itertools.product(settings.models, settings.lengths, (False, True))
     cases = [
         ContextCase(model, length, settings.layers, settings.array_dtype, differentiated)
@@ -220,7 +241,12 @@ def run(settings: Context) -> Report:
 
 def _measured(settings: Context, mesh: Mesh, case: ContextCase) -> dict[str, Any]:
     programs = {name: _program(name, case, settings, mesh) for name in settings.candidates}
-    problem = {"devices": mesh.size, "tokens": case.length, "layers": case.layers}
+    problem = {
+        "devices": mesh.size,
+        "tensor": settings.tensor,
+        "tokens": case.length,
+        "layers": case.layers,
+    }
     times = time_layers(programs, case.arguments(mesh), settings)
     return {"name": case.name, "problem": problem, **times}
 

@@ -73,12 +73,28 @@ class ExpertLayer:
 
 
 Layer = Callable[..., jax.Array]
+#: The axis that shards each expert's matrices, beside the axis that divides the experts.
+FSDP = "fsdp"
 
 
-def ours(implementation: str | None, *, before: bool = False, **options: Any) -> Layer:
+def token_spec(mesh: Mesh) -> P:
+    """How tokens are divided: over all devices."""
+    return P(mesh.axis_names)
+
+
+def weight_spec(mesh: Mesh) -> P:
+    """How matrices of experts are divided."""
+    return P(AXIS, _weight_axis(mesh))
+
+
+def _weight_axis(mesh: Mesh) -> str | None:
+    return FSDP if FSDP in mesh.axis_names else None
+
+
+def ours(implementation: str | None, mesh: Mesh, *, before: bool = False, **options: Any) -> Layer:
     """The library's op with a backend; `before` takes weights that were quantized before."""
 
-    options["implementation"] = implementation
+    options |= {"implementation": implementation, "weight_axis_name": _weight_axis(mesh)}
 
     def layer(x: Any, ids: Any, weights: Any, *arrays: Any) -> jax.Array:
         gate, up, down = arrays[:3]
@@ -92,16 +108,18 @@ def ours(implementation: str | None, *, before: bool = False, **options: Any) ->
 
 def quantized_before(mesh: Mesh, fp8: str, ws: Sequence[jax.Array]) -> Any:
     """The weights gate, up and down as a step with several microbatches has them."""
-    local = lambda *ws: [w.frozen for w in prequantize_experts(ws, fp8)]  # noqa: E731
-    specs: dict[str, Any] = {"in_specs": P(AXIS), "out_specs": P(AXIS)}
+    quantize = functools.partial(prequantize_experts, fp8=fp8, weight_axis_name=_weight_axis(mesh))
+    local = lambda *ws: [w.frozen for w in quantize(ws)]  # noqa: E731
+    specs: dict[str, Any] = {"in_specs": weight_spec(mesh), "out_specs": weight_spec(mesh)}
     return jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))(*ws)
 
 
-def plain(product: Callable[[str], GroupedMatmul], *, recompute: bool = False) -> Layer:
+def plain(product: Callable[[str], GroupedMatmul], mesh: Mesh, *, recompute: bool = False) -> Layer:
     """Plain JAX around a grouped matmul.
 
     Args:
       product: the grouped matmul for "up", which gate and up use, and for "down".
+      mesh: the devices.
       recompute: whether the backward pass computes the products of gate and up again.
     """
 
@@ -119,14 +137,17 @@ def plain(product: Callable[[str], GroupedMatmul], *, recompute: bool = False) -
     if recompute:
         experts = jax.checkpoint(experts)
 
-    def layer(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any, _: Any) -> Any:
+    def layer(x: Any, ids: Any, weights: Any, *matrices: Any) -> Any:
         gather = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
+        gate, up, down = matrices[:3]
+        if axis := _weight_axis(mesh):
+            gate, up, down = (lax.all_gather(w, axis, axis=1, tiled=True) for w in matrices[:3])
         local = gather(ids).reshape(-1) - lax.axis_index(AXIS) * gate.shape[0]
         here = jnp.where((local >= 0) & (local < gate.shape[0]), local, gate.shape[0])
         numbers = here * here.size + jnp.arange(here.size, dtype=jnp.int32)
         fits = here.size * (gate.shape[0] + 1) < 2**31
         order = jnp.sort(numbers) % here.size if fits else jnp.argsort(here)
-        sizes = jnp.sum(here[:, None] == jnp.arange(gate.shape[0]), axis=0, dtype=jnp.int32)
+        sizes = jnp.sum(here[:, None] == jnp.arange(gate.shape[0])[None], axis=0, dtype=jnp.int32)
         y = experts(gather(x), gather(weights), gate, up, down, order, sizes)
         return lax.psum_scatter(y, AXIS, tiled=True)
 
@@ -181,7 +202,9 @@ _permuted.defvjp(
 def program(layer: Layer, mesh: Mesh, *, differentiated: bool) -> Callable[..., Any]:
     """A function of `ExpertLayer.arguments`, with what `quantized_before` returns by recipe before
     dy: the result, or it and all gradients."""
-    sharded = jax.shard_map(layer, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    tokens, matrices = token_spec(mesh), weight_spec(mesh)
+    specs = (*(tokens,) * 3, *(matrices,) * 4)
+    sharded = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
 
     def forward(x: Any, ids: Any, weights: Any, ws: Any, quantized: Any, _: Any) -> Any:
         return sharded(x, ids, weights, *ws, quantized)

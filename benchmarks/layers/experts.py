@@ -15,10 +15,18 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from benchmarks.comparison.communication import AXIS
-from benchmarks.layers.expert_programs import ExpertLayer, ours, plain, program, quantized_before
+from benchmarks.layers.expert_programs import (
+    FSDP,
+    ExpertLayer,
+    ours,
+    plain,
+    program,
+    quantized_before,
+    token_spec,
+    weight_spec,
+)
 from benchmarks.layers.public_grouped_matmuls import fastest
 from benchmarks.measuring.report import Report
 from benchmarks.measuring.settings import Settings, check, check_names, make_mesh
@@ -34,6 +42,7 @@ MODELS = {
 }
 
 _PLAIN, _BEFORE = "plain JAX", ", weights quantized before"
+_CANDIDATES = ("ring_direct", "exchange", "xla", "auto", _PLAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +53,10 @@ class Experts(Settings):
     """Whose expert layers."""
     tokens: tuple[int, ...] = (16384, 8192)
     """Tokens of each device."""
+    fsdp: int = 1
+    """Devices that share the tokens and each expert's matrices beside the axis of experts."""
+    candidates: tuple[str, ...] = _CANDIDATES
+    """What to time in the layers' dtype; plain JAX is also what others are compared with."""
     recompute: bool = True
     """Also time gradients that compute the products of gate and up again."""
     fp8: tuple[str, ...] = ("rowwise",)
@@ -67,21 +80,26 @@ def candidates(
     case: ExpertCase, mesh: Mesh, settings: Experts
 ) -> tuple[dict[str, LayerProgram], dict[str, str]]:
     """The programs of a case by name, and which kernels plain JAX has."""
-    try:
-        products, kernels = fastest(case.layer, mesh.size)
-    except ImportError as error:
-        products, kernels = lambda _: jax.lax.ragged_dot, {"all": f"lax.ragged_dot: {error}"}
+    kernels: dict[str, str] = {}
+    products: Any = None
+    if _PLAIN in settings.candidates:
+        try:
+            products, kernels = fastest(case.layer, mesh.shape[AXIS])
+        except ImportError as error:
+            products, kernels = lambda _: jax.lax.ragged_dot, {"all": f"lax.ragged_dot: {error}"}
     found = {
-        "ring_direct": ours("ring_direct"),
-        "xla": ours("xla"),
-        "auto": ours(None),
-        _PLAIN: plain(products),
-        **{f"auto, {fp8}": ours(None, fp8=fp8) for fp8 in settings.fp8},
-        **{f"auto, {fp8}{_BEFORE}": ours(None, before=True, fp8=fp8) for fp8 in settings.fp8},
+        name: plain(products, mesh)
+        if name == _PLAIN
+        else ours(None if name == "auto" else name, mesh)
+        for name in settings.candidates
     }
+    for fp8 in settings.fp8:
+        found[f"auto, {fp8}"] = ours(None, mesh, fp8=fp8)
+        found[f"auto, {fp8}{_BEFORE}"] = ours(None, mesh, before=True, fp8=fp8)
     if case.differentiated and settings.recompute:
-        found["ring_direct, recomputed"] = ours("ring_direct", recompute_hidden=True)
-        found[f"{_PLAIN}, recomputed"] = plain(products, recompute=True)
+        found["ring_direct, recomputed"] = ours("ring_direct", mesh, recompute_hidden=True)
+        if products is not None:
+            found[f"{_PLAIN}, recomputed"] = plain(products, mesh, recompute=True)
     programs = {
         name: LayerProgram(
             program(each, mesh, differentiated=case.differentiated),
@@ -109,20 +127,27 @@ def run(settings: Experts) -> Report:
     """
     check(settings)
     check_names("models", settings.models, list(MODELS))
-    measured = functools.partial(_measured, settings, make_mesh(settings))
+    check_names("candidates", settings.candidates, _CANDIDATES)
+    measured = functools.partial(_measured, settings, make_mesh(settings, {FSDP: settings.fsdp}))
     return measure_cases("experts", settings, cases(settings), measured, rows)
 
 
 def _measured(settings: Experts, mesh: Mesh, case: ExpertCase) -> dict[str, Any]:
-    layer, placed = case.layer, NamedSharding(mesh, P(AXIS))
+    layer, placed = case.layer, functools.partial(NamedSharding, mesh)
     programs, kernels = candidates(case, mesh, settings)
-    *arguments, ws, dy = jax.device_put(list(layer.arguments(mesh.size).values()), placed)
+    *tokens, ws, dy = layer.arguments(mesh.size).values()
+    *arguments, dy = jax.device_put([*tokens, dy], placed(token_spec(mesh)))
+    ws = jax.device_put(ws, placed(weight_spec(mesh)))
     quantized = {fp8: quantized_before(mesh, fp8, ws) for fp8 in settings.fp8}
     arguments += [ws, quantized, dy]
     names = ("tokens", "width", "hidden", "experts", "choices")
     return {
         "name": case.name,
-        "problem": {"devices": mesh.size, **{name: getattr(layer, name) for name in names}},
+        "problem": {
+            "devices": mesh.size,
+            "fsdp": settings.fsdp,
+            **{name: getattr(layer, name) for name in names},
+        },
         "kernels of plain JAX, TFLOP/s": kernels,
         **time_layers(programs, arguments, settings),
     }

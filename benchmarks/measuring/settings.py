@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -75,8 +75,12 @@ def choose_platform(settings: Settings) -> None:
             jax.config.update("jax_num_cpu_devices", wanted)
 
 
-def make_mesh(settings: Settings) -> Mesh:
-    """A mesh of one axis over the first devices.
+def make_mesh(settings: Settings, others: Mapping[str, int] | None = None) -> Mesh:
+    """A mesh over the first devices: the benchmarks' axis, and before it others of several devices.
+
+    Args:
+      settings: how many devices there are.
+      others: the sizes of other axes, by name. Those of 1 are left out.
 
     Raises:
       ValueError: if there are fewer, or they are not of the platform asked for.
@@ -91,7 +95,13 @@ def make_mesh(settings: Settings) -> Mesh:
     count = settings.devices or len(available)
     if count > len(available):
         raise ValueError(f"devices={count}: there are {len(available)}; ask for fewer")
-    return jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=available[:count])
+    sizes = {name: size for name, size in (others or {}).items() if size != 1}
+    for name, size in sizes.items():
+        if size < 1 or count % size:
+            raise ValueError(f"{name}={size}: expected a divisor of the {count} devices")
+    sizes[AXIS] = count // math.prod(sizes.values())
+    types = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=available[:count])
 
 
 def check_names(argument: str, values: Sequence[str], expected: Sequence[str]) -> None:
