@@ -52,6 +52,7 @@ class Setup:
       optimizer: the optimizer.
       wandb_run_id: the identity of the run at Weights & Biases, or None.
       checkpoints: open checkpoints, to be closed by the owner; None if nothing is saved.
+      is_done: whether the checkpoint that the run resumes from has all steps of the run.
     """
 
     config: Config
@@ -64,6 +65,7 @@ class Setup:
     optimizer: optax.GradientTransformation
     wandb_run_id: str | None
     checkpoints: Checkpoints | None
+    is_done: bool
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -125,6 +127,7 @@ def prepare(config: Config) -> Setup:
         optimizer=make_optimizer(config.optimizer, config.steps, model.specs),
         wandb_run_id=(saved.get("wandb_run_id") or new_run_id()) if config.wandb else None,
         checkpoints=checkpoints,
+        is_done=checkpoints is not None and checkpoints.latest_step() == config.steps,
     )
 
 
@@ -331,8 +334,8 @@ def _trained(training: Training) -> dict[str, Any]:
 
 
 def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: int) -> None:
-    """Checks that the newest checkpoint has the same model, kind of optimizer and data, and fewer
-    than `steps` steps.
+    """Checks that the newest checkpoint has the same model, kind of optimizer and data, and at most
+    `steps` steps.
 
     Raises:
       ValueError: if it has not.
@@ -350,7 +353,7 @@ def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: in
             " sequence length and seed it was saved with"
         )
     latest = checkpoints.latest_step()
-    if latest is not None and latest >= steps:
+    if latest is not None and latest > steps:
         raise ValueError(
             f"steps={steps}: the checkpoint already has {counted(latest, 'step')}; give --steps"
             " a larger number to continue"
