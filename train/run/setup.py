@@ -19,7 +19,7 @@ from models.hugging_face.run_tokenizer import keep_tokenizer
 from models.hugging_face.writing import keep_origin
 from models.parameters.adapters import TARGETS, LoraConfig, Training
 from train.checkpoint.checkpoint import Checkpoints
-from train.checkpoint.initial_weights import InitialWeights, find_weights
+from train.checkpoint.initial_weights import InitialWeights, check_weights, find_weights
 from train.config.checks import check, check_optimizer
 from train.config.config import Config, MeshSizes
 from train.config.counts import counted
@@ -218,7 +218,7 @@ def _open_initial_weights(config: Config, model: ModelFunctions) -> InitialWeigh
             if advice is None:
                 raise
             raise ValueError(f"{error}; {advice}") from error
-        saved.check_params(model.base_params)
+        check_weights(saved, model.base_params, config)
     return saved
 
 
