@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import traverse_util
 
-from models.checkpoint.saved_checkpoint import find_checkpoint
+from models.checkpoint.saved_checkpoint import SavedCheckpoint, find_checkpoint
 from models.parameters.adapters import LoraConfig, Training
 from train.config.config import Config
 from train.config.model_folder import DEFAULT_PRESET, model_folder, with_model_of
@@ -164,7 +164,16 @@ def saved_configuration(config: Config) -> dict[str, Any]:
     """The configuration of the checkpoint that the run resumes from; empty if there is none."""
     if not config.resume or config.checkpoint_dir is None:
         return {}
-    step = "" if config.resume_step is None else f"/step_{config.resume_step}"
     with suppress(ValueError):  # The opening of the checkpoint says what is wrong with it.
-        return find_checkpoint(config.checkpoint_dir + step).configuration()
+        return resumed_checkpoint(config).configuration()
     return {}
+
+
+def resumed_checkpoint(config: Config) -> SavedCheckpoint:
+    """The checkpoint that the run resumes from.
+
+    Raises:
+      ValueError: there is none.
+    """
+    step = "" if config.resume_step is None else f"/step_{config.resume_step}"
+    return find_checkpoint(f"{config.checkpoint_dir}{step}")
