@@ -105,7 +105,7 @@ class Config:
     model: LlamaConfig
     config: str | None = None
     """File with the configuration, as --print-config writes it; flags override what it says. Or a
-    Hugging Face config.json, for its model with random weights."""
+    Hugging Face config.json, or its folder, for its model with random weights."""
     preset: str = "debug"
     """Source of the other defaults: debug, or a published model, such as llama3-8b or qwen3-8b."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
