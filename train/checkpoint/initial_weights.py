@@ -68,7 +68,7 @@ class _FolderWeights:
         configuration: Mapping[str, Any],
         advice: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> None:
-        """As `check_params`."""
+        """Does nothing, for the reason of `check_params`."""
 
     def restore_params(self, abstract_params: Mapping[str, Any]) -> dict[str, jax.Array]:
         return load(self._folder, abstract_params)

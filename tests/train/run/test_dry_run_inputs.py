@@ -1,4 +1,4 @@
-"""What a dry run refuses of the files that a run reads: what the run refuses, in its words."""
+"""Files that a run reads, in its dry run: refused if the run refuses them, in the same words."""
 
 from __future__ import annotations
 
