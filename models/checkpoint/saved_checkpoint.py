@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,8 +76,17 @@ class SavedCheckpoint:
         """
         return trained_configuration(self._json_item("configuration"))
 
-    def check_same_model(self, configuration: Mapping[str, Any]) -> None:
+    def check_same_model(
+        self,
+        configuration: Mapping[str, Any],
+        advice: Callable[[Mapping[str, Any]], str] | None = None,
+    ) -> None:
         """Compares the ``"model"`` part of a configuration with the saved one.
+
+        Args:
+            configuration: the configuration.
+            advice: what to do, for the saved values of the fields that differ, by dotted name;
+              default: that of a run that resumes.
 
         Raises:
             ValueError: they differ; the message lists the fields with both values.
@@ -86,9 +95,11 @@ class SavedCheckpoint:
         differing = differences({"model": saved}, {"model": configuration.get("model", {})})
         differing.pop(CONTEXT_LENGTH, None)  # It limits prompts, and no number depends on it.
         if differing:
+            advised = "resume with the model it was saved with, or give another directory"
+            if advice is not None:
+                advised = advice({name: was for name, (was, _) in differing.items()})
             raise ValueError(
-                f"{self.path}: a checkpoint from another model: {_listed(differing)}; "
-                "resume with the model it was saved with, or give another directory"
+                f"{self.path}: a checkpoint from another model: {_listed(differing)}; {advised}"
             )
 
     def restore(self, abstract_state: Any) -> Restored:

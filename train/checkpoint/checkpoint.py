@@ -89,7 +89,7 @@ class Checkpoints:
             advice = f"checkpoint_dir={str(directory)!r}: give a folder that all nodes share"
             check_same("checkpoint directory", found, advice)
             with together():
-                _check_intent(self._directory, resume, resume_step)
+                check_intent(self._directory, resume, resume_step)
             self._manager = make_manager(self._directory, max_to_keep)
         except BaseException:
             self._unlock()
@@ -177,9 +177,14 @@ class Checkpoints:
         """`SavedCheckpoint.configuration` of ``step``, by default the newest."""
         return self._saved(step).configuration()
 
-    def check_same_model(self, configuration: Mapping[str, Any]) -> None:
-        """`SavedCheckpoint.check_same_model` of the newest."""
-        self._saved(None).check_same_model(configuration)
+    def newest(self) -> SavedCheckpoint:
+        """The newest complete checkpoint, after waiting for a pending save.
+
+        Raises:
+            ValueError: there is none.
+            SaveError: the pending save failed.
+        """
+        return self._saved(None)
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
         """`SavedCheckpoint.restore` of ``step``, by default the newest."""
@@ -275,8 +280,12 @@ def _open_directory(directory: str | Path) -> tuple[Path, RunLock | None]:
         ) from None
 
 
-def _check_intent(directory: Path, resume: bool, resume_step: int | None) -> None:
-    """Refuses to overwrite files, and to resume without checkpoints."""
+def check_intent(directory: Path, resume: bool, resume_step: int | None) -> None:
+    """Refuses to overwrite files, and to resume without checkpoints.
+
+    Raises:
+      ValueError: a run would do so in this directory.
+    """
     entries = step_folders(directory)
     argument = f"checkpoint_dir={str(directory)!r}"
     for entry in entries.values():

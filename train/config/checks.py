@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+import shlex
 from collections.abc import Set
 from pathlib import Path
 from typing import get_args
@@ -20,7 +21,7 @@ from train.config.context import check_context
 from train.config.counts import counted
 from train.config.experts import check_experts, on_tensor_axis
 from train.config.loss_chunks import check_loss_chunk
-from train.config.model_folder import without_weights
+from train.config.model_folder import unread_weights, without_weights
 from train.config.optimizers import OPTIMIZERS
 
 #: Steps, tokens and their places are counted in int32.
@@ -108,6 +109,13 @@ def warnings_of(config: Config) -> list[str]:
         lines.append(
             f"warning: init_from={config.init_from!r} describes a model and has no safetensors"
             f" files, with which a run begins; {advice}"
+        )
+    unread = unread_weights(config)
+    if unread is not None:
+        lines.append(
+            f"warning: config={config.config!r} says what the model is, and its weights are not"
+            f" read: the run begins with random ones; give --init-from {shlex.quote(unread)} to"
+            " begin with them"
         )
     if config.lora.rank is not None and config.init_from is None:
         lines.append(

@@ -105,7 +105,7 @@ class Config:
     model: LlamaConfig
     config: str | None = None
     """File with the configuration, as --print-config writes it; flags override what it says. Or a
-    Hugging Face config.json, for its model with random weights."""
+    Hugging Face config.json, or its folder, for its model with random weights."""
     preset: str = "debug"
     """Source of the other defaults: debug, or a published model, such as llama3-8b or qwen3-8b."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -116,9 +116,10 @@ class Config:
     """Parameters that are not trained, as patterns separated by commas of their names without the
     number of the layer, such as embedding or layers.attention.*; default: all are."""
     steps: int = 1000
-    """Optimizer steps of the whole run, including those before a resume."""
+    """Optimizer steps of the whole run, including those before a resume; a resumed run keeps its
+    own."""
     batch_size: int = 8
-    """Sequences per optimizer step, over all devices."""
+    """Sequences per optimizer step, over all devices; a resumed run keeps its own."""
     sequence_length: int = 8192
     """Tokens per sequence."""
     gradient_accumulation_steps: int = 1

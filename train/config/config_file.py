@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,12 +17,21 @@ from flax import traverse_util
 from models import families
 from models.checkpoint.earlier_releases import current_configuration
 from models.choices import CHOICES
+from models.hugging_face.files import open_regular
+from models.paths import expanded
 from train.config.config import Config
 from train.config.defaults import FOLLOWING, with_values
+from train.config.model_folder import described_file
 from train.config.presets import PRESETS
 
 #: Fields that say what to do with the configuration, and are no part of it.
 _NOT_WRITTEN = ("config", "print_config")
+#: What ``--config`` may name.
+_EXPECTED = (
+    "a file that --print-config wrote, or a Hugging Face config.json with its model_type, or its"
+    " folder"
+)
+_SHOWN = 3
 
 
 def config_text(config: Config, unset: Collection[str] = ()) -> str:
@@ -60,7 +70,8 @@ def read_config(
     Names of earlier releases are accepted.
 
     Args:
-      path: the file; of a Hugging Face config.json, the configuration has the model.
+      path: the file, or a folder with a config.json; of a Hugging Face config.json, the
+        configuration has the model.
       preset: the preset that was asked for beside the file, or None.
       program: the command, for error messages.
       defaults: values by dotted name that replace those of the preset.
@@ -99,22 +110,34 @@ def _described_model(values: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _read_object(path: str) -> dict[str, Any]:
+    """The JSON object that ``--config`` names."""
+    file = described_file(path)
+    if file != expanded(path):
+        if not os.path.lexists(file):
+            raise ValueError(
+                f"config={path!r}: is a folder without {file.name}; give {_EXPECTED}; a folder of"
+                " checkpoints is for --init-from, or for --checkpoint-dir with --resume"
+            )
+        path = str(file)
     try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
+        with open_regular(file) as opened:
+            text = opened.read().decode("utf-8-sig")
+        values = json.loads(text)
     except OSError as error:
         raise ValueError(
-            f"config={path!r}: cannot be read ({error.strerror}); give a file that"
-            " --print-config wrote"
+            f"config={path!r}: cannot be read ({error.strerror or error}); give {_EXPECTED}"
+        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"config={path!r}: is a binary file, or not in UTF-8; give {_EXPECTED}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"config={path!r}: is not JSON ({error}); give a file that --print-config wrote"
-        ) from None
+        found = f"is not JSON ({error})" if text.strip() else "is empty"
+        raise ValueError(f"config={path!r}: {found}; give {_EXPECTED}") from None
     if not isinstance(values, dict):
         raise ValueError(
             f"config={path!r}: expected a JSON object with the names of flags, as --print-config"
-            f" writes it, found {type(values).__name__}"
+            f" writes it, found {type(values).__name__}; give {_EXPECTED}"
         )
     return values
 
@@ -124,6 +147,8 @@ def _as_arguments(values: Mapping[str, Any], default: Config, path: str) -> list
     fields = traverse_util.flatten_dict(default.to_json(), sep=".")
     arguments = []
     flat = traverse_util.flatten_dict(dict(values), keep_empty_nodes=True, sep=".")
+    if flat:
+        _check_kind(list(flat), list(fields), path)
     for name, value in flat.items():
         if value is traverse_util.empty_node:
             value = {}
@@ -153,6 +178,18 @@ def as_argument(name: str, value: Any) -> str:
         return f"--{group}{dot}{'' if value else 'no-'}{field}"
     # The value may begin with a hyphen.
     return f"--{group}{dot}{field}={value}"
+
+
+def _check_kind(names: Sequence[str], fields: list[str], path: str) -> None:
+    """Raises ValueError if no name in a file is that of a flag or of a group of them, nor the first
+    like one."""
+    groups = {field.rpartition(".")[0] for field in fields}
+    if {*fields, *groups} & set(names) or difflib.get_close_matches(names[0], fields, n=1):
+        return
+    listed = ", ".join(map(repr, names[:_SHOWN])) + ", ..." * (len(names) > _SHOWN)
+    raise ValueError(
+        f"config={path!r}: no name in it is that of a flag, found {listed}; give {_EXPECTED}"
+    )
 
 
 def _unknown(name: str, fields: list[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import traverse_util
 
-from models.checkpoint.saved_checkpoint import find_checkpoint
+from models.checkpoint.saved_checkpoint import SavedCheckpoint, find_checkpoint
 from models.parameters.adapters import LoraConfig, Training
 from train.config.config import Config
 from train.config.model_folder import DEFAULT_PRESET, model_folder, with_model_of
@@ -18,7 +18,12 @@ from train.config.presets import PRESETS
 #: Fields with fine-tuning defaults, by dotted name.
 _FINE_TUNING = ("optimizer.learning_rate", "optimizer.warmup_steps", "sequence_length")
 #: Fields of which every resumed run keeps what its checkpoint was trained with.
-_KEPT = ("batch_size", "freeze", *(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig)))
+_KEPT = (
+    "steps",
+    "batch_size",
+    "freeze",
+    *(f"lora.{field.name}" for field in dataclasses.fields(LoraConfig)),
+)
 #: Fields whose defaults follow from other settings, or from a checkpoint, by dotted name: those
 #: that `implied` may return.
 FOLLOWING = (*_KEPT, *_FINE_TUNING, "zero")
@@ -36,8 +41,9 @@ def implied(config: Config) -> dict[str, Any]:
 
     An fsdp axis of several devices shards what it can: ZeRO level 3, or 1 beside frozen weights,
     which matmuls cannot gather on every mesh. An optimizer has a learning rate of its own. Weights
-    that come from a Hugging Face folder are fine-tuned. A resumed run keeps these, the number of
-    sequences of a step, adapters and what is frozen, as its checkpoint was trained with them.
+    that come from a Hugging Face folder are fine-tuned. A resumed run keeps these, the numbers of
+    steps and of sequences of a step, adapters and what is frozen, as its checkpoint was trained
+    with them.
 
     Args:
       config: what the run is asked for, with the values of its preset for all else.
@@ -158,7 +164,16 @@ def saved_configuration(config: Config) -> dict[str, Any]:
     """The configuration of the checkpoint that the run resumes from; empty if there is none."""
     if not config.resume or config.checkpoint_dir is None:
         return {}
-    step = "" if config.resume_step is None else f"/step_{config.resume_step}"
     with suppress(ValueError):  # The opening of the checkpoint says what is wrong with it.
-        return find_checkpoint(config.checkpoint_dir + step).configuration()
+        return resumed_checkpoint(config).configuration()
     return {}
+
+
+def resumed_checkpoint(config: Config) -> SavedCheckpoint:
+    """The checkpoint that the run resumes from.
+
+    Raises:
+      ValueError: there is none.
+    """
+    step = "" if config.resume_step is None else f"/step_{config.resume_step}"
+    return find_checkpoint(f"{config.checkpoint_dir}{step}")

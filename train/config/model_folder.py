@@ -93,6 +93,22 @@ def without_weights(config: Config) -> str | None:
     return f"to train its model from random weights, give --config {file} in place of --init-from"
 
 
+def described_file(path: str) -> Path:
+    """The file that ``--config`` names: of a folder its config.json."""
+    place = expanded(path)
+    return place / CONFIG if place.is_dir() else place
+
+
+def unread_weights(config: Config) -> str | None:
+    """The folder that has the weights of the model that ``--config`` describes, if the run begins
+    with random ones in their place."""
+    if config.config is None or _begins(config) is not None:
+        return None
+    file = described_file(config.config)
+    is_described = file.name == CONFIG and ModelFolder.has_weights(file.parent)
+    return str(file.parent) if is_described else None
+
+
 def model_name(config: Config) -> str:
     """The name of a run's model: that of the folder or the checkpoints that it comes from, or of
     the file that describes it, or else the preset's."""
@@ -102,7 +118,7 @@ def model_name(config: Config) -> str:
     model = dataclasses.replace(config.model, padded_vocabulary_size=None)
     if config.config is None or model == PRESETS[config.preset]():
         return config.preset
-    file = expanded(config.config)
+    file = described_file(config.config)
     return _name_of_folder(file.parent) if file.name == CONFIG else file.stem
 
 

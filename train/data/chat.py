@@ -43,6 +43,7 @@ def read_chats(
     tokenizer: str | None,
     sequence_length: int,
     variables: Mapping[str, Any] | None = None,
+    most_bytes: int | None = None,
 ) -> ChatStream:
     """Reads conversations and packs them.
 
@@ -52,6 +53,7 @@ def read_chats(
       tokenizer: a tokenizer.json, in a folder with a chat template.
       sequence_length: tokens of a sequence.
       variables: more variables of the template, such as ``{"enable_thinking": False}``.
+      most_bytes: bytes to read, up to the end of a line; default: all.
 
     Raises:
       ValueError: without a tokenizer or a template; for a file that cannot be read, and a line that
@@ -65,7 +67,7 @@ def read_chats(
         )
     model, digest, divided = read_tokenizer(tokenizer), hashlib.sha256(), 0
     chats = ChatTokens(expanded(tokenizer).parent, model, variables)
-    packed = _Packed(sequence_length)
+    packed, size = _Packed(sequence_length), 0
     for path in paths:
         if path.lower().endswith(".parquet"):
             raise ValueError(
@@ -74,7 +76,10 @@ def read_chats(
             )
         with opened("data", path) as file:
             for where, line, text in json_lines(file, path):
+                if most_bytes is not None and size >= most_bytes:
+                    break
                 digest.update(line)
+                size += len(line)
                 if not text:
                     continue
                 messages, given = _conversation(read_json(text, where), where)

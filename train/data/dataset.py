@@ -31,7 +31,7 @@ import grain
 import numpy as np
 
 from train.data.chat import read_chats
-from train.data.text_files import find_files, read_documents
+from train.data.text_files import find_files, opened, read_documents
 from train.data.tokenizer import BYTES, EncodingError, Tokenizer, load_tokenizer
 
 
@@ -184,8 +184,9 @@ def open_dataset(
     separate_documents: bool = False,
     chat: bool = False,
     chat_variables: Mapping[str, Any] | None = None,
+    most_bytes: int | None = None,
 ) -> TextData:
-    """Reads and tokenizes a whole text, one group of documents at a time.
+    """Reads and tokenizes a text, one group of documents at a time.
 
     Args:
       data: a file or a glob, in which ``**`` matches any folders; None uses the manual of the
@@ -199,6 +200,8 @@ def open_dataset(
       chat: whether the text is of conversations, as `read_chats` takes them. They are documents
         that are kept apart.
       chat_variables: of the chat template, for conversations.
+      most_bytes: bytes of the text to read, up to the end of a document or line, to see that it can
+        be read; of the files after these it is seen that they can be opened. Default: all.
 
     Raises:
       ValueError: nothing matches ``data``; a file is empty, unreadable, binary or not UTF-8; a line
@@ -214,18 +217,23 @@ def open_dataset(
         if value < least:
             raise ValueError(f"{argument}={value}: give a whole number of at least {least}")
     if chat:
-        return _open_chats(data, tokenizer, sequence_length, batch_size, seed, chat_variables or {})
+        variables = chat_variables or {}
+        return _open_chats(
+            data, tokenizer, sequence_length, batch_size, seed, variables, most_bytes
+        )
     paths: list[str] = []
     if data is None:
         description = f"Python {platform.python_version()} manual (pydoc_data.topics)"
         documents = (topics[name].encode() for name in sorted(topics))
     else:
-        paths = find_files(data)
+        paths = _files_of(data, most_bytes)
         description = data if paths == [data] else f"{data} (files: {len(paths)})"
-        documents = (document for path in paths for document in read_documents(path, text_column))
+        documents = (
+            document for path in paths for document in read_documents(path, text_column, most_bytes)
+        )
     encoder = BYTES if tokenizer is None else load_tokenizer(tokenizer)
     try:
-        stream = _pack(documents, encoder)
+        stream = _pack(documents, encoder, most_bytes)
     except EncodingError as error:
         where = _place_of(error.number, paths, text_column)
         raise ValueError(
@@ -233,7 +241,8 @@ def open_dataset(
             "byte fallback, or remove the document"
         ) from error
     source = "the Python manual" if data is None else f"data={data!r}"
-    _check_length(len(stream.tokens), sequence_length, source)
+    if stream.is_whole:
+        _check_length(len(stream.tokens), sequence_length, source)
     return TextData(
         description=description,
         sha256=stream.sha256,
@@ -254,11 +263,12 @@ def _open_chats(
     batch_size: int,
     seed: int,
     variables: Mapping[str, Any],
+    most_bytes: int | None,
 ) -> TextData:
     if data is None:
         raise ValueError("chat: expected data too; add --data FILE.jsonl, with conversations")
-    paths = find_files(data)
-    stream = read_chats(paths, tokenizer, sequence_length, variables)
+    paths = _files_of(data, most_bytes)
+    stream = read_chats(paths, tokenizer, sequence_length, variables, most_bytes)
     if not len(stream.tokens):
         raise ValueError(f"data={data!r}: there is no conversation; give lines with messages")
     learnt = int(stream.answers.sum())
@@ -285,6 +295,17 @@ def _open_chats(
     )
 
 
+def _files_of(data: str, most_bytes: int | None) -> list[str]:
+    """The files of a text. If a number of bytes is all that is read of them, all are opened, to see
+    that they can be."""
+    paths = find_files(data)
+    if most_bytes is not None:
+        for path in paths:
+            with opened("data", path):
+                pass
+    return paths
+
+
 def _check_length(token_count: int, sequence_length: int, source: str) -> None:
     needed = sequence_length + 1
     if token_count == 0:
@@ -304,23 +325,31 @@ class _Stream(NamedTuple):
     tokens: np.ndarray
     document_ends: np.ndarray
     sha256: str
+    is_whole: bool
 
 
-def _pack(documents: Iterable[bytes], tokenizer: Tokenizer) -> _Stream:
-    """The stream of tokens, its ends of documents, and the digest of the text. Empty documents are
-    skipped.
+def _pack(
+    documents: Iterable[bytes], tokenizer: Tokenizer, most_bytes: int | None = None
+) -> _Stream:
+    """The stream of tokens, its ends of documents, the digest of the text, and whether it is whole:
+    it ends after `most_bytes`. Empty documents are skipped.
 
     The tokens are in a temporary file, which is deleted with the last reference to them. The
     operating system reads and evicts its pages as it needs.
     """
     dtype = np.min_scalar_type(tokenizer.vocabulary_size - 1)
     end = np.array(tokenizer.end_of_document, dtype).tobytes()
-    digest = hashlib.sha256()
+    digest, size, is_whole = hashlib.sha256(), 0, True
 
     def digested() -> Iterator[bytes]:
+        nonlocal size, is_whole
         for document in filter(None, documents):
             digest.update(document)
             yield document
+            size += len(document)
+            if most_bytes is not None and size >= most_bytes:
+                is_whole = False
+                return
 
     ends, count = array("q"), 0
     with _disk_space(), tempfile.TemporaryFile(prefix="tokens") as file:
@@ -331,7 +360,7 @@ def _pack(documents: Iterable[bytes], tokenizer: Tokenizer) -> _Stream:
         file.flush()
         # An empty file cannot be mapped.
         tokens = np.memmap(file, dtype, mode="r") if count else np.empty(0, dtype)
-    return _Stream(tokens, np.asarray(ends, np.int64), digest.hexdigest())
+    return _Stream(tokens, np.asarray(ends, np.int64), digest.hexdigest(), is_whole)
 
 
 def _place_of(number: int, paths: Sequence[str], text_column: str) -> str:

@@ -72,7 +72,7 @@ def _long_first(path: str) -> tuple[int, str]:
     return -len(path), path
 
 
-def read_documents(path: str, text_column: str) -> Iterator[bytes]:
+def read_documents(path: str, text_column: str, most_bytes: int | None = None) -> Iterator[bytes]:
     """Yields the documents of one file, by the end of its name.
 
     Args:
@@ -80,6 +80,8 @@ def read_documents(path: str, text_column: str) -> Iterator[bytes]:
         file is one document. All but Parquet may be compressed, with ``.gz`` at the end.
       text_column: the column of Parquet, and the key of JSON lines, that has the text. Of a key
         that a line has twice, the last counts.
+      most_bytes: bytes to read of a file that is one document, and the rest of a line; default:
+        all.
 
     Raises:
       ValueError: the file cannot be read, is a pipe or a device, is binary or not UTF-8, or a row
@@ -94,7 +96,7 @@ def read_documents(path: str, text_column: str) -> Iterator[bytes]:
         if name.removesuffix(".gz").endswith((".jsonl", ".json")):
             yield from _json_documents(file, path, text_column)
         else:
-            document = file.read()
+            document = file.read(most_bytes) + file.readline() if most_bytes else file.read()
             _check_text(document, path, offset=0)
             yield document
 

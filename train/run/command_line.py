@@ -58,6 +58,9 @@ from train.run.setup import Setup, prepare
 from train.run.tuning import tune_step
 from train.run.unsupported_flags import naming_flags
 
+#: Flags that say where one run begins and ends, which a run after it does not repeat.
+_OF_ONE_RUN = ("--resume", "--resume-step", "--steps", "--profile", "--profile-dir")
+
 
 def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
     """Runs ``python -m train`` with these arguments, until it ends or a signal asks it to."""
@@ -101,6 +104,9 @@ def _carry_out(
         tune_step(config, console)
         return
     setup = prepare(config)
+    if setup.is_done:
+        _tell_done(setup, arguments, console)
+        return
     announce(setup, console)
     conclude(setup, train(setup, console, shutdown=shutdown), arguments, console)
 
@@ -265,6 +271,35 @@ def describe_held_out(setup: Setup) -> list[str]:
     return [line]
 
 
+def _tell_done(setup: Setup, arguments: Sequence[str], console: Console) -> None:
+    """Says that a resumed run has no step left, and how to train on. Changes nothing."""
+    config, checkpoints = setup.config, setup.checkpoints
+    assert checkpoints is not None
+    checkpoints.close()
+    for line in (
+        f"nothing to train: the checkpoint in {config.checkpoint_dir} has"
+        f" {counted(config.steps, 'step')}, as many as the run (--steps); give a larger number to"
+        " train on",
+        _command_to_go_on(setup, arguments),
+    ):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _command_to_go_on(setup: Setup, arguments: Sequence[str]) -> str:
+    """The line with the command that trains twice as many steps as the run has."""
+    config = setup.config
+    begun = _without(arguments, *_OF_ONE_RUN, "--optimizer.decay-steps")
+    if not setup.model.frozen_params:  # Weights that are not trained are read again.
+        begun = _without(begun, "--init-from")
+    command = [_interpreter(), "-m", "train", *begun]
+    command += ["--optimizer.decay-steps", str(config.optimizer.decay_steps)]
+    command += ["--steps", str(2 * config.steps), "--resume"]
+    # A run that trained has set aside what was newer.
+    if setup.is_done and config.resume_step is not None:
+        command[-1:] = ["--resume-step", str(config.resume_step)]
+    return f"to go on:   {shlex.join(command)}"
+
+
 def conclude(
     setup: Setup, records: list[Record], arguments: Sequence[str], console: Console
 ) -> None:
@@ -272,17 +307,10 @@ def conclude(
     config, last = setup.config, records[-1]
     lines = [f"done: {counted(last.step, 'step')}, loss {records[0].loss:.4f} → {last.loss:.4f}"]
     lines += _step_time(setup, records)
-    plain = _without(
-        arguments, "--resume", "--resume-step", "--steps", "--profile", "--profile-dir"
-    )
+    plain = _without(arguments, *_OF_ONE_RUN)
     if config.checkpoint_dir is not None:
         lines[0] += f"; checkpoints in {config.checkpoint_dir}"
-        # Weights that are not trained are read again.
-        begun = plain if setup.model.frozen_params else _without(plain, "--init-from")
-        resume = [_interpreter(), "-m", "train", *_without(begun, "--optimizer.decay-steps")]
-        resume += ["--optimizer.decay-steps", str(config.optimizer.decay_steps)]
-        resume += ["--steps", str(2 * last.step), "--resume"]
-        lines.append(f"to go on:   {shlex.join(resume)}")
+        lines.append(_command_to_go_on(setup, arguments))
     else:
         lines.append("to be able to continue a run, give it --checkpoint-dir DIR")
     # Comparing keeps no files.
@@ -301,7 +329,7 @@ def conclude(
     if config.optimizer != schedule.with_schedule_of(config.steps):
         compare += ["--optimizer.decay-steps", str(config.optimizer.decay_steps)]
     if config.resume:  # What it has kept is not among its flags.
-        compare += _values_of(_unset(config, arguments), config)
+        compare += _values_of(_unset(config, compare), config)
     lines.append(f"to compare: {shlex.join(compare)} --a overlap=xla --b overlap=ring")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -32,6 +32,7 @@ from train.plan.memory_estimate import predict_memory
 from train.plan.mesh_choice import describe_faster_mesh
 from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, attention_of, predict_run
+from train.run.setup import check_inputs, with_padding
 from train.step import sharded_step
 
 _ONE_PROCESS = (
@@ -56,13 +57,14 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
       Whether the run fits into their memory, if that is known.
 
     Raises:
-      ValueError: for sizes that do not fit together.
+      ValueError: for sizes that do not fit together, and files that a run would refuse.
     """
-    config = dataclasses.replace(config, model=config.model.padded_for(sizes.tensor))
+    config = with_padding(config, sizes)
     check(config, sizes)
     here = config.device is None and jax.default_backend() == "gpu"
     gpu = None if here else GPUS[config.device or "H200"]
     model = ModelFunctions(config, sizes, GPUS_OF_A_NODE)
+    check_inputs(config, model)
     console.print(
         f"{model_name(config)}: {model.parameter_count:,} parameters on {sizes},"
         f" {counted(config.batch_size, 'sequence')} of {config.sequence_length} tokens per step",

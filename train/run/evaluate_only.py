@@ -13,7 +13,7 @@ from rich.console import Console
 
 from models.parameters.adapters import LoraConfig, Training
 from train.checkpoint.base_weights import check_base, frozen_weights
-from train.checkpoint.initial_weights import InitialWeights, find_weights
+from train.checkpoint.initial_weights import InitialWeights, check_weights, find_weights
 from train.config.checks import warnings_of
 from train.config.config import Config
 from train.config.model_folder import naming
@@ -47,7 +47,7 @@ def evaluate_only(config: Config, console: Console) -> Evaluation:
         held_out = open_held_out(config)
         assert held_out is not None
         model = ModelFunctions(config, sizes, jax.local_device_count())
-        weights.check_params(model.abstract_params)
+        check_weights(weights, model.abstract_params, config)
         base = _open_base(config, model)
     abstract = {
         name: jax.ShapeDtypeStruct(
@@ -149,5 +149,5 @@ def _open_base(config: Config, model: ModelFunctions) -> InitialWeights | None:
     if not model.frozen_params or config.init_from is None:
         return None
     base = _find(config, "init_from")
-    base.check_params(model.base_params)
+    check_weights(base, model.base_params, config)
     return base

@@ -13,19 +13,21 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from models.checkpoint.saved_checkpoint import differences, find_checkpoint
+from models.checkpoint.saved_checkpoint import SavedCheckpoint, differences, find_checkpoint
 from models.hugging_face.chat.template import read_variables
 from models.hugging_face.run_tokenizer import keep_tokenizer
 from models.hugging_face.writing import keep_origin
 from models.parameters.adapters import TARGETS, LoraConfig, Training
-from train.checkpoint.checkpoint import Checkpoints
-from train.checkpoint.initial_weights import InitialWeights, find_weights
+from models.paths import expanded
+from train.checkpoint.checkpoint import Checkpoints, check_intent
+from train.checkpoint.initial_weights import InitialWeights, check_weights, find_weights
 from train.config.checks import check, check_optimizer
 from train.config.config import Config, MeshSizes
 from train.config.counts import counted
-from train.config.defaults import saved_configuration
+from train.config.defaults import resumed_checkpoint, saved_configuration
 from train.config.model_folder import naming, with_model_of, without_weights
 from train.data.dataset import TextData, open_dataset
+from train.data.tokenizer import load_tokenizer
 from train.log.log_file import check_log_file
 from train.log.trackers import check_trackers, new_run_id
 from train.optimizer.optimizer import make_optimizer
@@ -34,6 +36,9 @@ from train.parallel.model import ModelFunctions
 from train.plan.mesh_choice import SAVED_SIZES, planned_mesh_sizes
 from train.processes.agreement import check_same, together
 from train.processes.connection import check_mesh, is_first
+
+#: Bytes of a text that a dry run reads.
+_BEGINNING = 2**20
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Setup:
       optimizer: the optimizer.
       wandb_run_id: the identity of the run at Weights & Biases, or None.
       checkpoints: open checkpoints, to be closed by the owner; None if nothing is saved.
+      is_done: whether the checkpoint that the run resumes from has all steps of the run.
     """
 
     config: Config
@@ -64,6 +70,7 @@ class Setup:
     optimizer: optax.GradientTransformation
     wandb_run_id: str | None
     checkpoints: Checkpoints | None
+    is_done: bool
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -125,6 +132,7 @@ def prepare(config: Config) -> Setup:
         optimizer=make_optimizer(config.optimizer, config.steps, model.specs),
         wandb_run_id=(saved.get("wandb_run_id") or new_run_id()) if config.wandb else None,
         checkpoints=checkpoints,
+        is_done=checkpoints is not None and checkpoints.latest_step() == config.steps,
     )
 
 
@@ -144,14 +152,14 @@ def complete(config: Config) -> tuple[Config, MeshSizes, Mesh]:
     config = with_model_of(config)
     devices = jax.device_count(), jax.local_device_count()
     sizes = planned_mesh_sizes(config, *devices, jax.devices()[0].device_kind)
-    config = _with_padding(config, sizes)
+    config = with_padding(config, sizes)
     check(config, sizes)
     mesh = make_mesh(sizes)
     check_mesh(mesh, config.distributed.tensor_across_processes)
     return config, sizes, mesh
 
 
-def _with_padding(config: Config, sizes: MeshSizes) -> Config:
+def with_padding(config: Config, sizes: MeshSizes) -> Config:
     """The configuration with a vocabulary that is padded as in the checkpoint that the run begins
     with, or as the tensor axis needs."""
     model = config.model
@@ -165,7 +173,33 @@ def _with_padding(config: Config, sizes: MeshSizes) -> Config:
     return dataclasses.replace(config, model=model.padded_for(sizes.tensor))
 
 
-def _open_text(config: Config, data: str | None) -> TextData:
+def check_inputs(config: Config, model: ModelFunctions) -> None:
+    """Checks for a dry run what a run reads and is given by name, as the run does. Of text it reads
+    the beginning, and of a folder without weights only what describes its model.
+
+    Args:
+      config: the configuration, with all that it says of the model.
+      model: its model.
+
+    Raises:
+      ValueError: a run would refuse it.
+      ImportError: a package that reads it is not installed.
+    """
+    if config.resume:
+        directory = expanded(str(config.checkpoint_dir)).resolve()
+        check_intent(directory, config.resume, config.resume_step)
+        check_same_training(saved_configuration(config), config.to_json())
+        _check_resumable(resumed_checkpoint(config), config.to_json())
+    if config.data is not None:
+        _open_text(config, config.data, _BEGINNING)
+    elif config.tokenizer is not None:
+        _check_vocabulary(config, load_tokenizer(config.tokenizer).vocabulary_size)
+    open_held_out(config, _BEGINNING)
+    if without_weights(config) is None:
+        _open_initial_weights(config, model)
+
+
+def _open_text(config: Config, data: str | None, most_bytes: int | None = None) -> TextData:
     text = open_dataset(
         data,
         config.tokenizer,
@@ -176,17 +210,23 @@ def _open_text(config: Config, data: str | None) -> TextData:
         separate_documents=config.separate_documents,
         chat=config.chat,
         chat_variables=read_variables(config.chat_template_kwargs),
+        most_bytes=most_bytes,
     )
-    if text.vocabulary_size > config.model.vocabulary_size:
-        raise ValueError(
-            f"model.vocabulary_size={config.model.vocabulary_size}: expected at least the"
-            f" {text.vocabulary_size} tokens of the tokenizer"
-        )
+    _check_vocabulary(config, text.vocabulary_size)
     return text
 
 
-def open_held_out(config: Config) -> TextData | None:
-    """The text to evaluate on, or None.
+def _check_vocabulary(config: Config, tokens: int) -> None:
+    """Raises ValueError if a tokenizer has more tokens than the model."""
+    if tokens > config.model.vocabulary_size:
+        raise ValueError(
+            f"model.vocabulary_size={config.model.vocabulary_size}: expected at least the"
+            f" {tokens} tokens of the tokenizer"
+        )
+
+
+def open_held_out(config: Config, most_bytes: int | None = None) -> TextData | None:
+    """The text to evaluate on, or `most_bytes` of it, or None.
 
     Raises:
       ValueError: it cannot be read.
@@ -194,7 +234,7 @@ def open_held_out(config: Config) -> TextData | None:
     if config.eval_data is None:
         return None
     try:
-        return _open_text(config, config.eval_data)
+        return _open_text(config, config.eval_data, most_bytes)
     except ValueError as error:
         raise ValueError(f"eval_data: {error}") from error
 
@@ -215,7 +255,7 @@ def _open_initial_weights(config: Config, model: ModelFunctions) -> InitialWeigh
             if advice is None:
                 raise
             raise ValueError(f"{error}; {advice}") from error
-        saved.check_params(model.base_params)
+        check_weights(saved, model.base_params, config)
     return saved
 
 
@@ -257,7 +297,7 @@ def _open_checkpoints(config: Config, text: TextData) -> Checkpoints | None:
     if config.resume:
         try:
             with together():
-                _check_resumable(checkpoints, _configuration(config, text), config.steps)
+                _check_resumable(checkpoints.newest(), _configuration(config, text))
         except ValueError:
             checkpoints.close()
             raise
@@ -330,18 +370,18 @@ def _trained(training: Training) -> dict[str, Any]:
     return dict(zip(names, (lora.rank, targets, lora.train, ""), strict=True))
 
 
-def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: int) -> None:
-    """Checks that the newest checkpoint has the same model, kind of optimizer and data, and fewer
-    than `steps` steps.
+def _check_resumable(checkpoint: SavedCheckpoint, now: Mapping[str, Any]) -> None:
+    """Checks that a checkpoint has the model, the kind of optimizer and the data of a
+    configuration, which may lack the identity of the text, and not more steps.
 
     Raises:
       ValueError: if it has not.
     """
-    checkpoints.check_same_model(now)
-    saved = checkpoints.configuration()
+    checkpoint.check_same_model(now)
+    saved = checkpoint.configuration()
     check_same_optimizer(saved, now)
     # The position in the data is a number of sequences, which is meaningless for other data.
-    names = ("text", "sequence_length", "seed")
+    names = [name for name in ("text", "sequence_length", "seed") if name in now]
     changed = differences({n: saved.get(n) for n in names}, {n: now[n] for n in names})
     if changed:
         listed = ", ".join(f"{name} was {was}, is {new}" for name, (was, new) in changed.items())
@@ -349,9 +389,8 @@ def _check_resumable(checkpoints: Checkpoints, now: Mapping[str, Any], steps: in
             f"resume: the checkpoint was saved with other data: {listed}; give the data, tokenizer,"
             " sequence length and seed it was saved with"
         )
-    latest = checkpoints.latest_step()
-    if latest is not None and latest >= steps:
+    if checkpoint.step > now["steps"]:
         raise ValueError(
-            f"steps={steps}: the checkpoint already has {counted(latest, 'step')}; give --steps"
-            " a larger number to continue"
+            f"steps={now['steps']}: the checkpoint already has {counted(checkpoint.step, 'step')};"
+            " give --steps a larger number to continue"
         )

@@ -244,9 +244,9 @@ def test_a_checkpoint_from_another_model_is_refused(tmp_path: Path) -> None:
     model = {"layers": 4, "rope": {"theta": 10000.0}, "heads": 8}
     other = {"model": {**NEW_MODEL_FIELDS, **model}, "seed": 1}
     with Checkpoints(tmp_path, resume=True) as checkpoints:
-        checkpoints.check_same_model({**CONFIGURATION, "seed": 1})
+        checkpoints.newest().check_same_model({**CONFIGURATION, "seed": 1})
         with pytest.raises(ValueError) as refusal:
-            checkpoints.check_same_model(other)
+            checkpoints.newest().check_same_model(other)
     for part in ("another model", "model.layers was 2, is 4", "model.heads was not set, is 8"):
         assert part in str(refusal.value)
     assert "theta" not in str(refusal.value)

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from models.checkpoint.saved_checkpoint import find_checkpoint
+from tests.train.config.test_defaults import saved_run
 from tests.train.optimizer.test_schedule import logged
+from train.checkpoint.initial_weights import check_weights
 from train.config.config import ONE_DEVICE
 from train.log.log_file import read_log
 from train.optimizer.optimizer import make_optimizer
@@ -155,16 +157,39 @@ def test_a_run_goes_on_with_stacked_layers_and_back(capsys, tmp_path, trained):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--model.features 64", "params.embedding was float32[256, 128], is float32[256, 64]"),
-        ("--model.num-layers 2", "layers.1.attention.output.kernel was not set, is float32"),
-        ("--model.tied-head", "params.head.kernel was float32[128, 256], is not set"),
+        ("--model.features 64", "model.features was 128, is 64; {}--model.features=128, or"),
+        ("--model.num-layers 2", "model.num_layers was 1, is 2; {}--model.num-layers=1, or"),
+        ("--model.tied-head", "model.tied_head was False, is True; {}--model.no-tied-head, or"),
     ],
 )
-def test_another_model_is_refused(capsys, trained, arguments, sentence):
-    message = refused(capsys, *shlex.split(arguments), "--init-from", str(trained))
-    assert sentence in message
+def test_another_model_is_refused_with_the_flags_of_that_model(
+    capsys, trained, arguments, sentence
+):
+    given = [*shlex.split(arguments), "--init-from", str(trained)]
+    message = refused(capsys, *given)
+    advice = "give the model that it was saved with, by "
+    assert f"step_4: a checkpoint from another model: {sentence.format(advice)}" in message
     assert message.startswith(f"error: init_from='{trained}': ")
-    assert "step_4: holds other arrays" in message
+    flags = message.partition(advice)[2].partition(", or")[0]
+    prepare(parse([*MODEL, *SECOND, *given, *shlex.split(flags)]))
+    assert "from another model" in refused(
+        capsys, *given, "--eval-only", "--eval-data", str(Path(__file__))
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ("", "--preset debug, or"),
+        ("--model.num-layers 1", "--model.vocabulary-size=256 --model.num-layers=2 --model.feat"),
+    ],
+)
+def test_a_model_of_another_preset_is_named_by_it(tmp_path, flags, advice):
+    """Unless flags have changed the model of this run's preset: they would do so again."""
+    saved_run(tmp_path, parse([]))
+    config = parse(["--preset", "llama3.2-1b", *flags.split()])
+    with pytest.raises(ValueError, match=f"from another model: .*, by {advice}"):
+        check_weights(find_checkpoint(tmp_path), {}, config)
 
 
 def test_what_is_no_checkpoint_is_refused_before_anything_is_made(capsys, tmp_path, trained):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from models.hugging_face import ModelFolder
 from tests.models.hugging_face.folders import DATA, NAMES
 from tests.train.config.test_defaults import saved_run
+from train.config.checks import warnings_of
 from train.config.model_folder import model_name, with_model_of
 from train.config.presets import PRESETS
 from train.run.command_line import main, parse
@@ -26,7 +28,8 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def written(path: Path, values: Any) -> list[str]:
-    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    text = values if isinstance(values, str | bytes) else json.dumps(values)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
     return ["--config", str(path)]
 
 
@@ -93,6 +96,29 @@ def test_the_model_of_a_config_json_is_read_with_the_settings_of_a_preset(name, 
     assert model_name(again) == "my-run"
 
 
+def test_a_folder_stands_for_its_config_json(capsys, tmp_path):
+    """Its weights are not read, and a line says so where they are there."""
+    folder = tmp_path / "Qwen3-0.6B"
+    folder.mkdir()
+    message = refused(capsys, "--config", str(folder))
+    assert f"config='{folder}': is a folder without config.json; give a file that" in message
+    described = Path(shutil.copy(DATA / "qwen3" / "config.json", folder))
+    of_folder, of_file = (parse(["--config", str(path)]) for path in (folder, described))
+    assert dataclasses.replace(of_folder, config=of_file.config) == of_file
+    assert model_name(of_folder) == model_name(of_file) == "Qwen3-0.6B"
+    assert warnings_of(of_folder) == warnings_of(of_file) == []
+    shutil.copy(DATA / "qwen3" / "model.safetensors", folder)
+    (warning,) = warnings_of(of_folder)
+    assert warning.endswith(f"give --init-from {folder} to begin with them")
+    assert warnings_of(dataclasses.replace(of_folder, init_from="run")) == []
+    described.write_text("{")
+    assert f"config='{described}': is not JSON" in refused(capsys, "--config", str(folder))
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    assert parse(written(tmp_path / "f", b"\xef\xbb\xbf" + b'{"steps": 5}')).steps == 5
+
+
 def test_a_model_is_named_after_the_file_that_describes_it(capsys, tmp_path):
     printed_text = printed(capsys, "--init-from", str(DATA / "qwen3"))
     file = written(tmp_path / "own_run.json", printed_text)
@@ -151,14 +177,17 @@ def test_what_is_not_set_is_null_and_shown_beside_the_file(capsys):
     lora = values["lora"]
     assert (lora["rank"], lora["rslora"], lora["alpha"]) == (4, False, None)
     shown = "--optimizer.learning-rate=0.004 --optimizer.warmup-steps=10 --sequence-length=128"
-    assert output.err.endswith(f"follows from the rest, now: {shown} --zero=1\n")
+    assert output.err.endswith(f"follows from the rest, now: --steps=160 {shown} --zero=1\n")
 
 
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
         ({"optimizer": {"learning_rat": 1}}, "unknown key 'optimizer.learning_rat'; did you mean"),
-        ({"zzz": 1}, "unknown key 'zzz'; see --print-config"),
+        ({"steps": 5, "zzz": 1}, "unknown key 'zzz'; see --print-config"),
+        ({"zzz": 1}, "no name in it is that of a flag, found 'zzz'; give a file that --print-c"),
+        ({"version": "1.0", "truncation": None, "model": {"type": "BPE", "vocab": {}}},
+         "found 'version', 'truncation', 'model.type', ...; give a file that --print-config"),
         ({"steps": {"first": 1}}, "unknown key 'steps.first'"),
         ({"model": 5}, "model: expected an object with names such as"),
         ({"steps": [1]}, "steps=[1]: expected a number, a string or null"),
@@ -168,11 +197,14 @@ def test_what_is_not_set_is_null_and_shown_beside_the_file(capsys):
         ({"preset": []}, "preset=[]: expected one of debug"),
         ([1], "expected a JSON object with the names of flags"),
         ("{", "is not JSON (Expecting property name"),
+        ("steps: 5", "is not JSON (Expecting value"),
+        (" \n", "is empty; give a file that --print-config wrote, or a Hugging Face config.json"),
+        (b"\x93NUMPY", "is a binary file, or not in UTF-8; give a file that --print-config"),
         ("[" * 100_000, "is not JSON"),
         # Read as the flag of that name.
         ({"steps": "many"}, "--steps"),
         ({"remat": "sometimes"}, "--remat"),
-        ({"steps": None}, "--steps"),
+        ({"seed": None}, "--seed"),
         ({"optimizer": {"b1": {}}}, "optimizer.b1={}: expected a number"),
     ],
 )  # fmt: skip
@@ -185,7 +217,8 @@ def test_a_file_that_is_not_a_configuration_is_refused(capsys, tmp_path, values,
 def test_a_file_that_cannot_be_read_is_refused(capsys, tmp_path):
     message = refused(capsys, "--config", str(tmp_path / "none"))
     assert re.search(r"config='.*/none': cannot be read \(No such file", message)
-    assert "Is a directory" in refused(capsys, "--config", str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    assert "cannot be read (it is a pipe" in refused(capsys, "--config", str(tmp_path / "pipe"))
     file = written(tmp_path / "f", {"preset": "debug"})
     assert "leave out --preset" in refused(capsys, *file, "--preset", "llama3-8b")
     assert parse([*file, "--preset", "debug"]).preset == "debug"

@@ -68,13 +68,15 @@ def test_a_resumed_run_keeps_its_level(tmp_path: Path):
     assert parsed(f"{resume} --mesh.fsdp 4 --zero 3").zero == 3
 
 
-def test_a_resumed_run_keeps_the_sequences_of_its_steps(tmp_path: Path):
-    resume = saved_run(tmp_path, parsed("--batch-size 4"))
-    assert parsed(resume).batch_size == 4
-    assert parsed(f"{resume} --batch-size 32").batch_size == 32
+@pytest.mark.parametrize("name", ["batch_size", "steps"])
+def test_a_resumed_run_keeps_its_steps_and_their_sequences(name: str, tmp_path: Path):
+    flag = f"--{name.replace('_', '-')}"
+    resume = saved_run(tmp_path, parsed(f"{flag} 4"))
+    assert getattr(parsed(resume), name) == 4
+    assert getattr(parsed(f"{resume} {flag} 32"), name) == 32
     file = tmp_path / "run.json"
-    file.write_text(json.dumps({"batch_size": 8}))
-    assert parsed(f"{resume} --config {file}").batch_size == 8
+    file.write_text(json.dumps({name: 8}))
+    assert getattr(parsed(f"{resume} --config {file}"), name) == 8
 
 
 ADAPTERS = (

@@ -116,9 +116,9 @@ def test_a_checkpoint_without_the_context_of_its_preset_is_of_the_same_model(tmp
     resume = saved_run(tmp_path, parsed("--preset llama3-8b"), model=before["model"])
     assert resume.startswith("--resume")
     with Checkpoints(tmp_path, resume=True) as checkpoints:
-        checkpoints.check_same_model(now)
+        checkpoints.newest().check_same_model(now)
         with pytest.raises(ValueError, match=r"model\.features was 4096, is 8"):
-            checkpoints.check_same_model({"model": {**now["model"], "features": 8}})
+            checkpoints.newest().check_same_model({"model": {**now["model"], "features": 8}})
 
 
 def test_a_size_that_the_run_chooses_is_no_change() -> None:

@@ -62,6 +62,18 @@ def test_answers_count_with_the_token_that_ends_them_and_nothing_else(tmp_path):
     assert text.count("<|begin_of_text|>") == 1
 
 
+def test_the_beginning_ends_with_the_line_that_has_the_last_byte(tmp_path):
+    path = tmp_path / "a.jsonl"
+    first = Path(lines(path, CHAT)).read_text()
+    path.write_text(f"{first}{first}no JSON")
+    whole = read_chats([lines(tmp_path / "b.jsonl", CHAT, CHAT)], TOKENIZER, 200)
+    beginning = read_chats([str(path)], TOKENIZER, 200, most_bytes=len(first.encode()) + 1)
+    assert beginning.sha256 == whole.sha256
+    np.testing.assert_array_equal(beginning.tokens, whole.tokens)
+    with pytest.raises(ValueError, match="line 3: expected JSON"):
+        read_chats([str(path)], TOKENIZER, 200, most_bytes=2**20)
+
+
 def test_conversations_are_not_cut_where_they_fit_into_the_next_sequence(tmp_path):
     chats = [question("a" * n, "b" * 3) for n in (4, 9, 2, 60)]
     data = open_dataset(

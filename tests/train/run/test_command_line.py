@@ -104,6 +104,48 @@ def test_a_resumed_run_repeats_the_uninterrupted_run(capsys, tmp_path):
     assert curve()[-1][:2] == pytest.approx(whole[-1][:2], rel=1e-2)
 
 
+def test_a_resume_without_steps_trains_the_steps_of_its_run(capsys, tmp_path):
+    """The schedule ends with them, and the command that compares has them once."""
+    log = tmp_path / "log.jsonl"
+    run = [*TINY[: TINY.index("--steps")], "--checkpoint-dir", str(tmp_path / "saved")]
+    main([*run, "--steps", "4", "--save-interval", "2"])
+    (tmp_path / "saved" / "step_4").rename(tmp_path / "step_4")
+    capsys.readouterr()
+    main([*run, "--resume", "--log-file", str(log)])
+    output = capsys.readouterr().out
+    assert "done: 4 steps, loss" in output and "changed since" not in output
+    (mark,) = (event for event in read_log(log) if event["event"] == "resume")
+    assert mark["configuration"]["steps"] == 4
+    assert "--optimizer.decay-steps 11 --steps 8 --resume\n" in output
+    assert re.findall(r"--steps\S* ?\d+", output.partition("to compare:")[2]) == ["--steps 4"]
+
+
+@pytest.mark.parametrize("flags", ["--resume", "--resume --steps 2", "--resume-step 2"])
+def test_a_resume_of_a_run_with_all_its_steps_ends_well_and_changes_nothing(
+    flags, capsys, tmp_path
+):
+    run = [*TINY[: TINY.index("--steps")], "--checkpoint-dir", str(tmp_path / "saved")]
+    main([*run, "--steps", "2", "--log-file", str(tmp_path / "log")])
+    if flags.startswith("--resume-step"):
+        main([*run, "--steps", "4", "--resume"])
+
+    def contents() -> dict[str, bytes]:
+        files = (path for path in tmp_path.rglob("*") if path.is_file())
+        return {str(path): path.read_bytes() for path in files if path.name != "run.lock"}
+
+    before = contents()
+    capsys.readouterr()
+    main([*run, *flags.split(), "--log-file", str(tmp_path / "log")])
+    nothing, command = capsys.readouterr().out.splitlines()
+    sentence = "has 2 steps, as many as the run (--steps); give a larger number to train on"
+    assert nothing == f"nothing to train: the checkpoint in {tmp_path / 'saved'} {sentence}"
+    assert contents() == before
+    # The printed command trains from that step on.
+    main(shlex.split(command.partition(" -m train ")[2]))
+    output = capsys.readouterr().out
+    assert "resumed from the checkpoint of step 2\n" in output and "done: 4 steps" in output
+
+
 def test_a_resume_with_other_batches_says_what_that_changes(capsys, tmp_path):
     saved = ["--checkpoint-dir", str(tmp_path), "--resume"]
     output = printed(capsys, [*saved[:2], "--steps", "1", "--batch-size", "4"])
@@ -320,7 +362,8 @@ def test_a_checkpoint_of_another_model_or_of_other_data_is_refused(capsys, tmp_p
     assert "another model" in refused(capsys, [*saved, "--resume", "--model.features", "64"])
     message = refused(capsys, [*saved, "--resume", "--steps", "9", "--seed", "1"])
     assert "seed was 0, is 1" in message
-    assert "steps=6: the checkpoint already has 6 steps" in refused(capsys, [*saved, "--resume"])
+    message = refused(capsys, [*saved, "--resume", "--steps", "5"])
+    assert "steps=5: the checkpoint already has 6 steps" in message
     assert "--resume" in refused(capsys, saved)
 
 
