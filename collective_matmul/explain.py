@@ -6,8 +6,9 @@ import functools
 import math
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, Never
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -32,7 +33,7 @@ from collective_matmul.jit.peer_decision import NO_SITE, PeerKernelDecision, dec
 from collective_matmul.peer_access import UNDECIDED, Disallowed, peer_kernels_allowed
 from collective_matmul.rewrite import FoundSite, WrittenBlocks, rewritten, traced_program
 from collective_matmul.rewrite.find.placements import auto_axes
-from collective_matmul.rewrite.find.report import collective_key, record_considered
+from collective_matmul.rewrite.find.report import record_considered
 from collective_matmul.rewrite.transform import NOTHING_SHOWN, Rewritten, shows_communication
 from collective_matmul.tuning.tune import estimated_seconds
 
@@ -113,23 +114,17 @@ class Explanation:
     def _totals(self, verbose: str) -> list[str]:
         """Sentences about all lines together. The argument is that of `table`."""
         ops = {line_of(decision): decision for decision in self.decisions}
-        plain = {_line_of_plain(site): site for site in self.plain}
-        runs = {line: self.runs.get(line, 0) for line in (*ops, *plain)}
         alike: dict[str, list[tuple[int, Decision]]] = defaultdict(list)
         for line, each in ops.items():
-            alike[each.site.backends.reference_differs].append((runs[line], each))
+            alike[each.site.backends.reference_differs].append((self.runs.get(line, 0), each))
         totals = []
         for differs in sorted(alike):
             totals += self._totals_of(alike[differs], differs)
         totals += self._advice_on_gathers()
         if (unmeasured := _unmeasured(self.decisions)) is not None:
             totals.append(unmeasured)
-        if plain:
-            totals.append(self._total_of_plain(plain, runs, verbose))
-            alone = [(runs[line], site.communication_seconds) for line, site in plain.items()]
-            if all(seconds is not None for _, seconds in alone):
-                seconds = sum(n * (each or 0) for n, each in alone)
-                totals[-1] += f"; one by one, at NVLink's rate, they take {seconds * 1e3:.2f} ms"
+        if self.plain:
+            totals.append(self._total_of_plain(verbose))
         if self.auto_axes:
             totals.append(
                 f"mesh axes of type Auto show nothing: {', '.join(self.auto_axes)}. The compiler"
@@ -188,13 +183,11 @@ class Explanation:
             " weights, or layers.Shared for the layers, does so with each backend"
         ]
 
-    def _total_of_plain(
-        self, plain: Mapping[Line, FoundSite], runs: Mapping[Line, int], verbose: str
-    ) -> str:
-        """How many plain gathers and sums there are, and what becomes of them."""
+    def _total_of_plain(self, verbose: str) -> str:
+        """How many plain gathers and sums there are, what becomes of them, and their time."""
 
         def count(which: Callable[[FoundSite], bool]) -> int:
-            return sum(runs[line] for line, site in plain.items() if which(site))
+            return sum(site.runs for site in self.plain if which(site))
 
         sites = count(lambda site: site.replaced and not site.kept)
         kept = count(lambda site: site.kept)
@@ -207,7 +200,12 @@ class Explanation:
             f"{alone} left alone{listed}": alone,
         }
         present = [part for part, number in parts.items() if number]
-        return f"{sum(runs[line] for line in plain)} plain gathers and sums: {'; '.join(present)}"
+        total = f"{count(lambda _: True)} plain gathers and sums: {'; '.join(present)}"
+        known = [(site.runs, site.communication_seconds) for site in self.plain]
+        if any(seconds is None for _, seconds in known):
+            return total
+        seconds = sum(n * (each or 0) for n, each in known)
+        return f"{total}; one by one, at NVLink's rate, they take {seconds * 1e3:.2f} ms"
 
 
 def explain(
@@ -344,19 +342,19 @@ class _RecordedTrace:
 
     def explanation(self, overlapped: Rewritten) -> Explanation:
         """The explanation, with what `overlap` would replace."""
-        # What `overlap` left alone, it left alone for its own arguments.
-        by_key = {site.key: site for site in self.considered}
-        plain = [by_key.get(site.key, site) for site in overlapped.sites]
-
-        def key_of(equation: JaxprEqn) -> tuple | None:
-            return collective_key(equation) or overlapped.keys.get(id(equation))
-
-        ops, collectives = self.counter.runs(self.live.jaxpr, key_of)
-        runs = {line_of(each): ops[self.counter.number_of(each)] for each in self.decisions}
+        plain = _as_considered(overlapped.sites, self.considered)
+        ops = self.counter.runs(self.live.jaxpr)
+        numbers = {self.counter.number_of(each): line_of(each) for each in self.decisions}
+        runs: Counter[Line] = Counter()
+        for number, line in numbers.items():
+            runs[line] += ops[number]
+        for site in plain:
+            if site.kept or not site.is_weight:  # Else its line is the op's, which counts once.
+                runs[_line_of_plain(site)] += site.runs
         return Explanation(
             tuple(self.decisions),
             tuple(plain),
-            runs | _runs_of_plain(plain, collectives),
+            runs,
             shows_communication(self.program),
             auto_axes=auto_axes(self.program.jaxpr),
             merged=_merged_gathers(self.live.jaxpr),
@@ -406,31 +404,35 @@ def _unmeasured(decisions: Sequence[Decision]) -> str | None:
     )
 
 
+def _as_considered(sites: Sequence[FoundSite], considered: Sequence[FoundSite]) -> list[FoundSite]:
+    """The sites of a program, those that `overlap` left alone with the reports for its arguments.
+
+    Sites of one place and shape are in the same order, unless the program was changed since.
+    """
+    found, left = (_by_key(each) for each in (sites, considered))
+    reports = {
+        key: iter(left[key] if len(left[key]) == len(alike) else repeat(left[key][-1]))
+        for key, alike in found.items()
+        if key in left
+    }
+    return [
+        replace(next(reports[site.key]), runs=site.runs) if site.key in reports else site
+        for site in sites
+    ]
+
+
+def _by_key(sites: Iterable[FoundSite]) -> dict[tuple, list[FoundSite]]:
+    alike: dict[tuple, list[FoundSite]] = defaultdict(list)
+    for site in sites:
+        alike[site.key].append(site)
+    return alike
+
+
 def _line_of_plain(site: FoundSite) -> Line:
     line = site.line
     if site.decision is None or site.kept:
         return line
     return replace(line, chosen=f"{site.decision.implementation}, with overlap")
-
-
-def _runs_of_plain(plain: Sequence[FoundSite], runs: Mapping[Any, int]) -> dict[Line, int]:
-    """The runs of each line, from those by kind, place and shapes.
-
-    Where several lines have these in common, as what a block computes and computes again, all of
-    them run equally often each time that they were found, as in one loop. If that cannot be, or the
-    program was changed to find a collective, it counts as often as it was found.
-    """
-    lines: dict[Any, Counter[Line]] = defaultdict(Counter)
-    for site in plain:
-        lines[site.key][_line_of_plain(site)] += 1
-    counts: dict[Line, int] = {}
-    for key, found in lines.items():
-        each, rest = divmod(runs.get(key, 0), found.total())
-        if len(found) == 1 and key in runs:
-            counts |= {line: runs[key] for line in found}
-        else:
-            counts |= {line: n * each if each and not rest else n for line, n in found.items()}
-    return counts
 
 
 def _ratio(reference: float, seconds: float) -> str:

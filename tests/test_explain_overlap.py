@@ -63,7 +63,7 @@ def test_a_program_without_sites_has_a_total_alone(make_mesh: MeshFactory) -> No
 
 def test_sites_that_keep_their_equations_are_counted_apart(make_mesh: MeshFactory) -> None:
     site, *_ = explain(plain(make_mesh({AXIS: 2})))(*flat_arguments()).plain
-    kept = replace(site, kept=True)
+    kept = replace(site, kept=True, runs=3)
     explanation = Explanation((), (kept,), {kept.line: 3})
     *_, total = explanation.table(WIDE).splitlines()
     assert total == "3 plain gathers and sums: 3 kept as written"

@@ -72,28 +72,12 @@ class RunCounter:
         """The name scope of an op that is traced now."""
         return f"{_SCOPE}{self.number_of(decision)}_{next(self._traces)}"
 
-    def runs(
-        self, program: Jaxpr, key_of: Callable[[JaxprEqn], Any] | None = None
-    ) -> tuple[Counter[int], Counter[Any]]:
+    def runs(self, program: Jaxpr) -> Counter[int]:
         """How often a program runs each op, by the number of its decision.
 
         A branch counts as taken; a loop whose number of steps is computed counts one step.
-
-        Args:
-          program: the traced program.
-          key_of: a key for each further equation to be counted, or None; not asked within ops.
-
-        Returns:
-          The runs of ops by number, and those of further equations by key.
         """
-
-        def of_equation(equation: JaxprEqn) -> dict[tuple, int]:
-            key = None if key_of is None else key_of(equation)
-            return {} if key is None else {(None, key): 1}
-
-        counts = totals(program, lambda number: {(number, None): 1}, of_equation)
-        ops = Counter({number: n for (number, _), n in counts.items() if number is not None})
-        return ops, Counter({key: n for (number, key), n in counts.items() if number is None})
+        return totals(program, lambda number: {number: 1}, lambda _: {})
 
 
 def totals(
@@ -139,9 +123,8 @@ def totals(
                 counts.update(own)
             parts = [count(body.jaxpr, around | numbers) for body in bodies]
             run = of_branches(parts) if equation.primitive.name == "cond" else sum(parts, Counter())
-            steps = bodies[0].steps if bodies else None
             for key, number in run.items():
-                counts[key] += number if steps is None else steps * number
+                counts[key] += bodies[0].runs * number
         for number, _ in found:
             counts.update(of_op(int(number)))
         return counts

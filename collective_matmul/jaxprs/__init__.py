@@ -6,8 +6,8 @@ divides a function and its pullback, so that nothing made of weights alone is ke
 
 - `bodies_of` (bodies.py): the jaxprs that an equation executes, how often, and how their arguments
   and results are connected with its own, for calls, loops and branches.
-- `Scope`, `all_equations`, `distinct_equations`, `Holds` (walks.py): walks in the order of the
-  program. `without_dead_code` (dead_code.py): what XLA executes of it.
+- `Scope`, `all_equations`, `counted_equations`, `distinct_equations`, `Holds` (walks.py): walks in
+  the order of the program. `without_dead_code` (dead_code.py): what XLA executes of it.
 - `repeats` (repeats.py): equations that compute again what was computed already.
 - collectives.py: the mesh axes of a collective, and its seconds. sources.py: an equation in words,
   with its line in the user's program.

@@ -63,6 +63,11 @@ class Body(NamedTuple):
         assert self.operands is not None
         return [operands[index] for index in self.operands]
 
+    @property
+    def runs(self) -> int:
+        """How often it counts as executed: `steps`, or once where these are computed."""
+        return 1 if self.steps is None else self.steps
+
 
 def bodies_of(equation: JaxprEqn) -> list[Body]:
     """The jaxprs that an equation executes: of a loop, its condition and then its body."""

@@ -76,8 +76,7 @@ class _Numbering:
             if name == "shard_map":
                 return self._of_shard_map(equation, bodies[0], operands, runs)
         for body in bodies if name in CONTROL_FLOW else ():  # Kernels communicate by themselves.
-            steps = 1 if body.steps is None else body.steps
-            self._of_jaxpr(body.jaxpr, self._new(body.jaxpr.invars), runs * steps)
+            self._of_jaxpr(body.jaxpr, self._new(body.jaxpr.invars), runs * body.runs)
         if bodies or not is_pure(equation):
             return self._new(equation.outvars)
         key = name, self._of_params(equation), *operands

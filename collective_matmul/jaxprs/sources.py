@@ -23,12 +23,19 @@ _WORDS = {
 }
 
 
-def described(equation: JaxprEqn) -> str:
-    """An equation as its author knows it, with its line: "relu() at model.py:12"."""
+def described(equation: JaxprEqn, calls: Sequence[JaxprEqn] = ()) -> str:
+    """An equation as its author knows it, with its line: "relu() at model.py:12".
+
+    Args:
+      equation: the equation.
+      calls: what executes it, the outermost first. Inside a function that JAX jits for itself, such
+        as `jnp.take`, the line is that of the innermost call that is known.
+    """
     name, parameters = equation.primitive.name, equation.params
     if name in ("jit", "pjit"):
         name = f"{str(parameters['name']).strip('_')}()"
-    return _WORDS.get(name, name) + place_of(equation)
+    places = map(place_of, (equation, *reversed(calls)))
+    return _WORDS.get(name, name) + next(filter(None, places), "")
 
 
 def place_of(equation: JaxprEqn) -> str:

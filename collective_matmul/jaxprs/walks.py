@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from collective_matmul.jaxprs.bodies import jaxprs_of
+from collective_matmul.jaxprs.bodies import bodies_of, jaxprs_of
 
 _T = TypeVar("_T")
 
@@ -53,6 +53,21 @@ def all_equations(*jaxprs: Jaxpr) -> Iterator[JaxprEqn]:
         for equation in jaxpr.eqns:
             yield equation
             yield from all_equations(*jaxprs_of(equation))
+
+
+def counted_equations(equation: JaxprEqn, runs: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    """Yields the equations that one executes, at any depth, each with its number of runs.
+
+    Branches count as taken, and a loop whose number of steps is computed counts one step.
+
+    Args:
+      equation: the equation.
+      runs: the number of its own runs.
+    """
+    for body in bodies_of(equation):
+        for inner in body.jaxpr.eqns:
+            yield inner, runs * body.runs
+            yield from counted_equations(inner, runs * body.runs)
 
 
 def distinct_equations(*jaxprs: Jaxpr) -> Iterator[JaxprEqn]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
@@ -55,10 +55,22 @@ _RESHAPES = {"reshape", "squeeze", "expand_dims"}
 _REDUCTIONS = "reduce_", "argmax", "argmin"
 
 
-def communicating_equation(
+class Operation(NamedTuple):
+    """An equation of a program.
+
+    Attributes:
+      equation: the equation.
+      calls: what executes it, such as calls, loops and shard_maps; the outermost first.
+    """
+
+    equation: JaxprEqn
+    calls: tuple[JaxprEqn, ...] = ()
+
+
+def communicating_operation(
     program: Jaxpr, axis_sizes: Mapping[str, int]
-) -> tuple[JaxprEqn, Axes] | None:
-    """The first equation found for which XLA may communicate by itself, and over which axes.
+) -> tuple[Operation, Axes] | None:
+    """The first operation found for which XLA may communicate by itself, and over which axes.
 
     Args:
       program: the program.
@@ -82,12 +94,18 @@ class DimensionClass:
     """
 
     axes: Axes | None = None
-    whole: JaxprEqn | None = None
-    disputed: JaxprEqn | None = None
+    whole: Operation | None = None
+    disputed: Operation | None = None
 
 
 class DimensionClasses:
-    """Classes of dimensions, which are joined as operations show that they are sharded alike."""
+    """Classes of dimensions, which are joined as operations show that they are sharded alike.
+
+    Attributes:
+      calls: what executes the equations that are passed.
+    """
+
+    calls: tuple[JaxprEqn, ...] = ()
 
     def __init__(self) -> None:
         self._parents: list[int] = []
@@ -127,7 +145,7 @@ class DimensionClasses:
             return
         known = self.of(dimension)
         if known.axes not in (None, axes):
-            known.disputed = known.disputed or equation
+            known.disputed = known.disputed or Operation(equation, self.calls)
         known.axes = axes
 
     def keep_whole(self, dimensions: Sequence[int | None], equation: JaxprEqn) -> None:
@@ -135,7 +153,7 @@ class DimensionClasses:
         for dimension in dimensions:
             if dimension is not None:
                 known = self.of(dimension)
-                known.whole = known.whole or equation
+                known.whole = known.whole or Operation(equation, self.calls)
 
 
 class _Walk:
@@ -148,14 +166,14 @@ class _Walk:
     def __init__(self, axis_sizes: Mapping[str, int]):
         self.classes = DimensionClasses()
         self._axis_sizes = axis_sizes
-        # Every array of every equation. A list, since callers of one jaxpr share its variables.
-        self._arrays: list[tuple[JaxprEqn, Dimensions, tuple[int, ...]]] = []
-        self._inside: list[tuple[JaxprEqn, Axes]] = []
+        # Every array of every operation. A list, since callers of one jaxpr share its variables.
+        self._arrays: list[tuple[Operation, Dimensions, tuple[int, ...]]] = []
+        self._inside: list[tuple[Operation, Axes]] = []
 
-    def findings(self) -> Iterator[tuple[JaxprEqn, Axes]]:
-        """Equations for which XLA may communicate."""
+    def findings(self) -> Iterator[tuple[Operation, Axes]]:
+        """Operations for which XLA may communicate."""
         yield from self._inside
-        for equation, dimensions, shape in self._arrays:
+        for operation, dimensions, shape in self._arrays:
             used: list[str] = []
             for dimension, size in zip(dimensions, shape, strict=True):
                 if dimension is None:
@@ -167,10 +185,10 @@ class _Walk:
                 elif axes and known.whole:
                     yield known.whole, axes
                 elif size % math.prod(self._axis_sizes[axis] for axis in axes):
-                    yield equation, axes
+                    yield operation, axes
                 used += axes
             if len(used) > len(set(used)):  # One axis cannot shard two dimensions of an array.
-                yield equation, tuple(dict.fromkeys(used))
+                yield operation, tuple(dict.fromkeys(used))
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Dimensions]) -> list[Dimensions]:
         """The dimensions of a jaxpr's results, from those of its arguments."""
@@ -183,8 +201,9 @@ class _Walk:
         """The dimensions of an equation's results, from those of its operands."""
         outs = [self._new(var) for var in equation.outvars]
         atoms = *equation.invars, *equation.outvars
+        operation = Operation(equation, self.classes.calls)
         for atom, dimensions in zip(atoms, (*ins, *outs), strict=True):
-            self._arrays.append((equation, dimensions, _shape(atom)))
+            self._arrays.append((operation, dimensions, _shape(atom)))
             self._shard_as_typed(atom, dimensions, equation)
         self._rule(equation)(equation, ins, outs)
         return outs
@@ -348,7 +367,8 @@ class _Walk:
         for result, spec in zip(outs, parameters["out_specs"], strict=True):
             self._shard(result, spec, equation)
         left = self._axis_sizes.keys() - parameters["newly_manual_axes"]
-        if found := _work_on_arrays(called(equation), left):
+        calls = (*self.classes.calls, equation)
+        if found := _work_on_arrays(called(equation), left, calls):
             self._inside.append(found)
 
     def _call(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
@@ -371,12 +391,19 @@ class _Walk:
                 self.classes.keep_whole([each[0] for each in stacked], equation)
                 given[body.sliced :] = [each[1:] for each in given[body.sliced :]]
                 results[body.stacked :] = [each[1:] for each in results[body.stacked :]]
-            made = self.run(body.jaxpr, given)
+            made = self._run_inside(equation, body.jaxpr, given)
             carried = [(made[result], ins[operand]) for result, operand in body.carried]
             # The result of a loop's condition is none of the loop's.
             for one, other in (*zip(made, results, strict=False), *carried):
                 self._join(one, other, equation)
         return None
+
+    def _run_inside(self, call: JaxprEqn, jaxpr: Jaxpr, operands: Any) -> list[Dimensions]:
+        """Variant of `run` for a jaxpr that an equation executes."""
+        calls, self.classes.calls = self.classes.calls, (*self.classes.calls, call)
+        made = self.run(jaxpr, operands)
+        self.classes.calls = calls
+        return made
 
     def _unknown(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         """Assumes that the operation needs whole arrays, if it has any."""
@@ -385,8 +412,10 @@ class _Walk:
                 self.classes.keep_whole(each, equation)
 
 
-def _work_on_arrays(jaxpr: Jaxpr, left: Set[str]) -> tuple[JaxprEqn, Axes] | None:
-    """The first equation of a `shard_map` that computes while some axes are not manual.
+def _work_on_arrays(
+    jaxpr: Jaxpr, left: Set[str], calls: tuple[JaxprEqn, ...]
+) -> tuple[Operation, Axes] | None:
+    """The first operation of a `shard_map` that computes while some axes are not manual.
 
     Whatever surrounds the `shard_map` may be sharded over them in any way.
     """
@@ -396,10 +425,10 @@ def _work_on_arrays(jaxpr: Jaxpr, left: Set[str]) -> tuple[JaxprEqn, Axes] | Non
         manual = equation.params.get("newly_manual_axes", frozenset())
         inner = list(jaxprs_of(equation))
         for each in inner:
-            if found := _work_on_arrays(each, left - manual):
+            if found := _work_on_arrays(each, left - manual, (*calls, equation)):
                 return found
         if not inner and any(map(_is_array, equation.invars)):
-            return equation, tuple(sorted(left))
+            return Operation(equation, calls), tuple(sorted(left))
     return None
 
 

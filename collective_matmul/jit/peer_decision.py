@@ -26,7 +26,7 @@ from collective_matmul.jaxprs.collectives import collective_seconds, is_collecti
 from collective_matmul.jaxprs.dead_code import without_dead_code
 from collective_matmul.jaxprs.sources import described
 from collective_matmul.jaxprs.walks import distinct_equations
-from collective_matmul.jit.compiler_sharding import communicating_equation
+from collective_matmul.jit.compiler_sharding import communicating_operation
 from collective_matmul.log import warn_once
 from collective_matmul.transport import transport_along
 
@@ -188,14 +188,15 @@ def _meshes(jaxpr: Jaxpr) -> list[Any]:
 
 def _work_of_the_compiler(program: Jaxpr, axis_sizes: Mapping[str, int]) -> str | None:
     """Why the compiler may add collectives to the program, which no jaxpr shows; or None."""
-    found = communicating_equation(program, {a: n for a, n in axis_sizes.items() if n > 1})
+    found = communicating_operation(program, {a: n for a, n in axis_sizes.items() if n > 1})
     if found is None:
         return None
-    equation, axes = found
+    operation, axes = found
     names = ", ".join(f"{name!r} of size {axis_sizes[name]}" for name in axes)
+    cure = _cure(operation.equation)
     return (
-        f"the compiler divides {described(equation)} over axis {names}, and may add collectives"
-        f" that the program does not show; {_cure(equation)}; where the compiler adds few,"
+        f"the compiler divides {described(*operation)} over axis {names}, and may add collectives"
+        f" that the program does not show; {cure}; where the compiler adds few,"
         " peer_kernels=True may be faster: measure both"
     )
 

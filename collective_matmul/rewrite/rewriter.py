@@ -16,17 +16,22 @@ from collective_matmul.jaxprs.bodies import (
     bodies_of,
     called,
     executes_jaxprs,
-    jaxprs_of,
     opened,
     with_jaxprs,
 )
 from collective_matmul.jaxprs.graph import Graph
 from collective_matmul.jaxprs.sources import described
-from collective_matmul.jaxprs.walks import ByIdentity, all_equations
+from collective_matmul.jaxprs.walks import ByIdentity, counted_equations
 from collective_matmul.rewrite.find.divergence import EVERYWHERE, Axes, Divergence, Region, Values
 from collective_matmul.rewrite.find.explicit_regions import with_regions
 from collective_matmul.rewrite.find.placements import axes_in, misplaced_by_xla, shows_sharding
-from collective_matmul.rewrite.find.report import FoundSite, is_named, is_ours, reported
+from collective_matmul.rewrite.find.report import (
+    FoundSite,
+    FoundSites,
+    is_named,
+    is_ours,
+    reported,
+)
 from collective_matmul.rewrite.find.scoped_recipes import ScopedRecipes
 from collective_matmul.rewrite.find.supported_collectives import holds_collectives, kind_of
 from collective_matmul.rewrite.find.written_blocks import WrittenBlocks
@@ -44,10 +49,6 @@ from collective_matmul.rewrite.replace.splice import TracedSite, inside_shard_ma
 class Rewriter:
     """Rewrites jaxprs, each once.
 
-    Attributes:
-      found: every gather and sum over devices, in the order of the program.
-      keys: the keys of those outside shard_map, by the ids of the equations that communicate.
-
     Args:
       implementation: as the ops take it; for all sites.
       recipes: the recipe of each site.
@@ -63,8 +64,7 @@ class Rewriter:
         axis_sizes: Mapping[str, int] | None = None,
         blocks: WrittenBlocks | None = None,
     ):
-        self.found: list[FoundSite] = []
-        self.keys: dict[int, tuple] = {}
+        self._found = FoundSites()
         self._implementation = implementation
         self._around = Surroundings(
             Divergence(axis_sizes or {}),
@@ -89,30 +89,46 @@ class Rewriter:
         finally:
             self._around = outside
 
-    def rewrite(self, jaxpr: Any, region: Region = EVERYWHERE) -> Any:
+    @contextlib.contextmanager
+    def _finding(self) -> Iterator[FoundSites]:
+        """Collects what is found inside the block apart from what was found before."""
+        before, self._found = self._found, FoundSites()
+        try:
+            yield self._found
+        finally:
+            self._found = before
+
+    @property
+    def found(self) -> list[FoundSite]:
+        """Every gather and sum over devices, in the order of the program."""
+        return self._found.counted()
+
+    def rewrite(self, jaxpr: Any, region: Region = EVERYWHERE, runs: int = 1) -> Any:
         """A jaxpr, closed or not, with its sites replaced; the same object if it has none.
 
         Args:
           jaxpr: the jaxpr.
           region: how the devices execute it.
+          runs: how often what holds it executes it.
         """
-        key: tuple = self._around.shard_maps, region, self._around.recipes
-        if not self._inlines:  # Sites of a trial count for each call.
-            key = (object(),)
+        key = self._around.shard_maps, region, self._around.recipes
 
-        def rewritten() -> Any:
+        def rewritten() -> tuple[Any, FoundSites]:
             new, residuals = inner, []
-            if holds_collectives(inner) or self._shows_sharding(inner):
-                new, residuals = self._rewrite_jaxpr(inner, region)
+            with self._finding() as found:
+                if holds_collectives(inner) or self._shows_sharding(inner):
+                    new, residuals = self._rewrite_jaxpr(inner, region)
             if new is inner:
                 new = jaxpr
             elif inner is not jaxpr:
                 new = jaxpr.replace(jaxpr=new)
             self._residuals[id(new)] = residuals
-            return new
+            return new, found
 
         inner = opened(jaxpr)
-        return self._done.get(jaxpr, key, rewritten)
+        new, found = self._done.get(jaxpr, key, rewritten)
+        self._found.add_inside(found, runs)
+        return new
 
     def _rewrite_jaxpr(
         self, original: Jaxpr, region: Region
@@ -128,7 +144,7 @@ class Rewriter:
         if self._around.axis_sizes:
             around = dataclasses.replace(self._around, divergent=region.divergent)
             sites, found = selected_sites(graph, self._tracer, around)
-            self.found += found
+            self._found.add(found)
         unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
         if not sites and unchanged:
             return graph.jaxpr, []
@@ -148,27 +164,25 @@ class Rewriter:
             before, after = (self._sites_in(each, region) for each in (graph, inlined_graph))
             graph = inlined_graph if after > before else graph
         values = self._around.divergence.values(graph.jaxpr, region)
-        before = self.found
 
         def rewrite(equation: JaxprEqn) -> tuple[JaxprEqn, list[FoundSite]]:
-            self.found = []
-            with self._within(keeps=not any(map(misplaced_by_xla, equation.outvars))):
+            keeps = not any(map(misplaced_by_xla, equation.outvars))
+            with self._finding() as found, self._within(keeps=keeps):
                 new = self._rewrite_shard_map(equation, values)
             self._regions.add(id(called(new)))
-            return new, self.found
+            return new, found.counted()
 
         result, found = with_regions(graph, rewrite)
-        self.found = before + [site for _, site in found]
-        self.keys.update((id(equation), site.key) for equation, site in found)
+        self._found.add(found)
         return result
 
     def _sites_in(self, graph: Graph, region: Region) -> int:
-        """The number of sites of a program outside shard_map, as it is."""
+        """The number of sites that a program outside shard_map runs, as it is."""
         trial = Rewriter(self._implementation, self._around.recipes, blocks=self._around.blocks)
         trial._inlines = False
         with record_decisions(hidden=True):
             trial.rewrite(graph.jaxpr, region)
-        return sum(site.replaced for site in trial.found)
+        return sum(site.runs for site in trial.found if site.replaced)
 
     def _rewrite_inner(self, graph: Graph, region: Region) -> list[JaxprEqn]:
         """The equations of a jaxpr, with the jaxprs that they execute rewritten."""
@@ -200,14 +214,17 @@ class Rewriter:
             return self._rewrite_jaxprs(equation, values)
         if self._around.axis_sizes:
             reason = f"it is inside {described(equation)}, which overlap does not rewrite"
-            inside = () if is_ours(equation) else all_equations(*jaxprs_of(equation))
-            self.found += [reported(inner, reason) for inner in inside if kind_of(inner)]
+            inside = () if is_ours(equation) else counted_equations(equation)
+            self._found.add(
+                reported(inner, reason, runs=runs) for inner, runs in inside if kind_of(inner)
+            )
         return equation
 
     def _rewrite_jaxprs(self, equation: JaxprEqn, values: Values) -> JaxprEqn:
         regions = self._around.divergence.regions_in(equation, values)
-        jaxprs = [body.value for body in bodies_of(equation)]
-        equation = with_jaxprs(equation, [*map(self.rewrite, jaxprs, regions)])
+        bodies = zip(bodies_of(equation), regions, strict=True)
+        jaxprs = [self.rewrite(body.value, region, body.runs) for body, region in bodies]
+        equation = with_jaxprs(equation, jaxprs)
         if equation.primitive.name != "custom_vjp_call":
             return equation
         rules = rewritten_rules(equation, self._deferred_rewrite(values.divergent))

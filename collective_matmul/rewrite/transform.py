@@ -125,10 +125,11 @@ def overlap(
         recipes.check(traced.program.jaxpr)
         rewriter = Rewriter(requested, recipes)
         program = rewriter.rewrite(traced.program)
+        found = rewriter.found
         if not shows_communication(traced.program):
             warn_once(f"overlap changes nothing in {_name(fun)}: {NOTHING_SHOWN}")
-        consider(rewriter.found)
-        _check(require, rewriter.found, shows_communication(traced.program))
+        consider(found)
+        _check(require, found, shows_communication(traced.program))
         return traced.call(program)
 
     @functools.wraps(fun)
@@ -187,12 +188,10 @@ class Rewritten(NamedTuple):
     Attributes:
       program: the closed jaxpr with its sites replaced.
       sites: every gather and sum over devices of the jaxpr before, in the order of the program.
-      keys: the keys of those outside shard_map, by the ids of the jaxpr's equations.
     """
 
     program: Any
     sites: list[FoundSite]
-    keys: dict[int, tuple]
 
 
 def rewritten(
@@ -207,7 +206,7 @@ def rewritten(
     """
     rewriter = Rewriter(requested, blocks=blocks)
     new = rewriter.rewrite(program)
-    return Rewritten(new, rewriter.found, rewriter.keys)
+    return Rewritten(new, rewriter.found)
 
 
 _shows_devices = Holds(

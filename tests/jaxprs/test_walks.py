@@ -9,7 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from collective_matmul.jaxprs.walks import all_equations, distinct_equations
+from collective_matmul.jaxprs.walks import (
+    all_equations,
+    counted_equations,
+    distinct_equations,
+)
 from collective_matmul.rewrite.find.placements import auto_axes
 
 DEPTH = 40
@@ -30,6 +34,21 @@ def test_distinct_equations_are_those_of_each_jaxpr_in_the_order_of_the_program(
     every = [equation.primitive.name for equation in all_equations(program)]
     assert every.count("sin") == 4
     assert list(dict.fromkeys(every)) == list(dict.fromkeys(found))
+
+
+def test_counted_equations_have_the_steps_of_all_loops_around_them() -> None:
+    def fun(x: jax.Array) -> jax.Array:
+        def inner(_: int, x: jax.Array) -> jax.Array:
+            return jnp.sin(x)
+
+        def outer(_: int, x: jax.Array) -> jax.Array:
+            return jnp.cos(jax.lax.fori_loop(0, 3, inner, x))
+
+        return jax.lax.while_loop(jnp.all, jnp.tan, jax.lax.fori_loop(0, 2, outer, x))
+
+    (call,) = jax.make_jaxpr(jax.jit(fun))(1.0).jaxpr.eqns
+    runs = {equation.primitive.name: runs for equation, runs in counted_equations(call)}
+    assert [runs[name] for name in ("scan", "cos", "sin", "tan")] == [2, 2, 6, 1]
 
 
 def test_auto_axes_are_found_where_calls_share_their_jaxprs() -> None:

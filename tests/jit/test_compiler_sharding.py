@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
-from collective_matmul.jit.compiler_sharding import communicating_equation
+from collective_matmul.jaxprs.sources import described
+from collective_matmul.jit.compiler_sharding import communicating_operation
 from collective_matmul.layers import Column, Heads, Row
 from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.reference import AXIS
@@ -36,10 +40,10 @@ def mesh() -> Mesh:
 def blamed(fun: Callable, *args: Any) -> tuple[str | None, list[str]]:
     """The operation for which XLA may communicate, and the names of the collectives it compiles."""
     traced = overlap_jit(fun, peer_kernels=False).trace(*args)
-    found = communicating_equation(traced.jaxpr.jaxpr, {AXIS: DEVICES})
+    found = communicating_operation(traced.jaxpr.jaxpr, {AXIS: DEVICES})
     text = traced.lower().compile().as_text()
     collectives = r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\w*\(.*"
-    return found and found[0].primitive.name, re.findall(collectives, text or "")
+    return found and found[0].equation.primitive.name, re.findall(collectives, text or "")
 
 
 class Maps:
@@ -133,6 +137,46 @@ COMMUNICATING: dict[str, tuple[Callable[[Maps, Any], Any], str]] = {
     ),
     "unknown": (lambda to, x: lax.top_k(to.rows(x), 2)[0], "top_k"),
 }
+
+
+def words_for(fun: Callable, *args: Any) -> str:
+    """The operation for which XLA may communicate, in words, with its place."""
+    program = overlap_jit(fun, peer_kernels=False).trace(*args).jaxpr.jaxpr
+    found = communicating_operation(program, {AXIS: DEVICES})
+    assert found is not None
+    return described(*found[0])
+
+
+@pytest.mark.parametrize("name", COMMUNICATING)
+def test_operations_that_communicate_are_named_with_the_line_of_the_program(
+    name: str, mesh: Mesh
+) -> None:
+    """Also inside a function that JAX jits for itself, of which no line is in the program."""
+    fun = functools.partial(COMMUNICATING[name][0], Maps(mesh))
+    assert re.fullmatch(rf".* at {Path(__file__).name}:\d+", words_for(fun, X))
+
+
+@pytest.mark.parametrize(
+    "inside", [lambda fun: fun, jax.jit, jax.checkpoint], ids=["alone", "jit", "checkpoint"]
+)
+def test_the_gradient_of_an_embedding_is_named_with_the_line_of_its_call(
+    inside: Callable, mesh: Mesh
+) -> None:
+    """Both calls of `jnp.take` share one program, and tokens are sharded for the second alone."""
+
+    def pulled_back(first: jax.Array, second: jax.Array, tokens: jax.Array) -> Any:
+        sharded = Maps(mesh).rows(tokens)
+
+        def looked_up(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x = jnp.take(first, jnp.arange(16), axis=0)
+            return x, jnp.take(second, sharded, axis=0)
+
+        results, pull = jax.vjp(inside(looked_up), first, second)
+        return pull(jax.tree.map(jnp.sin, results))
+
+    *_, line = inspect.getsourcelines(pulled_back)
+    words = words_for(pulled_back, W, W, np.zeros(16, int))
+    assert words == f"scatter-add at {Path(__file__).name}:{line + 5}"
 
 
 @pytest.mark.parametrize("name", LOCAL)

@@ -79,7 +79,7 @@ class ExplicitWeight:
     between: tuple[int, ...] = ()
 
 
-def with_regions(graph: Graph, rewrite: Rewrite) -> tuple[Graph, list[tuple[JaxprEqn, FoundSite]]]:
+def with_regions(graph: Graph, rewrite: Rewrite) -> tuple[Graph, list[FoundSite]]:
     """A jaxpr with its regions replaced; the same object if there are none.
 
     Args:
@@ -87,14 +87,13 @@ def with_regions(graph: Graph, rewrite: Rewrite) -> tuple[Graph, list[tuple[Jaxp
       rewrite: replaces the sites of a region.
 
     Returns:
-      The jaxpr, and what was found, in the order of the program: each with the equation that
-      communicates.
+      The jaxpr, and what was found, in the order of the program.
     """
-    prepared, equations = _gathered_once(graph)
+    prepared = _gathered_once(graph)
     regions = _Regions(prepared, rewrite)
     result = regions.rewritten()
     found = sorted(regions.found, key=lambda item: item[0])
-    return graph if result is prepared else result, [(equations[i], site) for i, site in found]
+    return graph if result is prepared else result, [site for _, site in found]
 
 
 def _gathers_of(equation: JaxprEqn) -> Iterator[tuple[int, ExplicitGather]]:
@@ -503,15 +502,12 @@ def _with_weights(
     return extended, sorted(weights.values(), key=lambda weight: weight.index)
 
 
-def _gathered_once(graph: Graph) -> tuple[Graph, list[JaxprEqn]]:
+def _gathered_once(graph: Graph) -> Graph:
     """The jaxpr, in which dots share the gathers that their types ask for.
 
-    A region that gathers weights holds none of the gradients of weights, which are sums over the
-    weights' axis. These get an array that both need from a reshard before them.
-
-    Returns:
-      The jaxpr, the same object if nothing changes; and the equations of the program that its
-      equations come from.
+    It is the same object if nothing changes. A region that gathers weights holds none of the
+    gradients of weights, which are sums over the weights' axis. These get an array that both need
+    from a reshard before them.
     """
     dots: dict[tuple[Var, str], list[int]] = defaultdict(list)
     for index, equation in enumerate(graph.equations):
@@ -528,12 +524,9 @@ def _gathered_once(graph: Graph) -> tuple[Graph, list[JaxprEqn]]:
                 new = [gather.outvars[0] if a is var else a for a in equations[user].invars]
                 equations[user] = equations[user].replace(invars=new)
     if not before:
-        return graph, equations
-    result, sources = [], []
-    for index, equation in enumerate(equations):
-        result += [*before[index], equation]
-        sources += [graph.equations[index]] * (len(before[index]) + 1)
-    return Graph(graph.jaxpr.replace(eqns=result)), sources
+        return graph
+    result = [each for i, old in enumerate(equations) for each in (*before[i], old)]
+    return Graph(graph.jaxpr.replace(eqns=result))
 
 
 def _reshard(graph: Graph, var: Var, axis: str, index: int) -> JaxprEqn:

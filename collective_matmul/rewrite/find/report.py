@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ class FoundSite:
       communication_seconds: predicted time of the collective alone; None if unknown.
       kept: whether the decision is to keep the program's own collective and matmuls.
       axes: the mesh axes that it communicates over.
+      is_weight: whether it gathers a weight for the op of another site, which has its decision. The
+        op executes the gather too, unless it is `kept`.
+      runs: how often a run of the jaxpr that it was looked for in executes it, with the steps of
+        loops. Branches count as taken, and a loop whose number of steps is computed as one step.
     """
 
     kind: CollectiveKind
@@ -56,6 +61,8 @@ class FoundSite:
     communication_seconds: float | None = None
     kept: bool = False
     axes: tuple = ()
+    is_weight: bool = False
+    runs: int = 1
 
     @property
     def replaced(self) -> bool:
@@ -64,7 +71,7 @@ class FoundSite:
 
     @property
     def key(self) -> tuple:
-        """The `collective_key` of its equation."""
+        """The kind, the place and the shapes, which other programs with the site have too."""
         return self.kind, self.source, self.shapes
 
     @property
@@ -74,6 +81,45 @@ class FoundSite:
             return line_of(self.decision)
         chosen = "left alone" if self.decision is None else f"{self.decision.implementation}, kept"
         return Line(self.source, "", self.kind, self.shapes, chosen, self.reason)
+
+
+class FoundSites:
+    """The sites of a jaxpr, and those of the jaxprs that it executes, in the order they are found.
+
+    A jaxpr that is executed at several places has one of these, whose runs add up.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[FoundSite | tuple[FoundSites, int]] = []
+
+    def add(self, sites: Iterable[FoundSite]) -> None:
+        """Adds sites of the jaxpr itself, with the runs that they have in it."""
+        self._found += sites
+
+    def add_inside(self, sites: FoundSites, runs: int) -> None:
+        """Adds those of a jaxpr that a run of this one executes `runs` times."""
+        self._found.append((sites, runs))
+
+    def counted(self) -> list[FoundSite]:
+        """Each site once, with how often a run of the jaxpr executes it."""
+        completed: dict[FoundSites, None] = {}
+        each: list[tuple[FoundSites, FoundSite]] = []
+
+        def visit(sites: FoundSites) -> None:
+            for found in sites._found:
+                if isinstance(found, FoundSite):
+                    each.append((sites, found))
+                elif found[0] not in completed:
+                    visit(found[0])
+            completed[sites] = None
+
+        visit(self)
+        runs: Counter[FoundSites] = Counter({self: 1})
+        for sites in reversed(completed):  # Each after all that execute it.
+            for found in sites._found:
+                if isinstance(found, tuple):
+                    runs[found[0]] += runs[sites] * found[1]
+        return [replace(site, runs=runs[sites] * site.runs) for sites, site in each]
 
 
 def table(sites: Sequence[FoundSite]) -> str:
@@ -86,14 +132,17 @@ def reported(
     reason: str,
     decision: Decision | None = None,
     matmuls: int = 0,
-    kept: bool = False,
+    **others: Any,
 ) -> FoundSite:
-    """The report of a collective of the program: left alone, unless there is a decision."""
+    """The report of a collective of the program: left alone, unless there is a decision.
+
+    The other arguments are fields of the report.
+    """
     kind, axes = kind_of(equation), axes_of(equation)
     assert kind is not None
     source, shapes = source_of(equation), _shapes(equation)
     seconds = _communication_seconds(equation)
-    return FoundSite(kind, source, shapes, matmuls, decision, reason, seconds, kept, axes)
+    return FoundSite(kind, source, shapes, matmuls, decision, reason, seconds, axes=axes, **others)
 
 
 def left_alone_by_type(
@@ -125,14 +174,6 @@ def consider(sites: Iterable[FoundSite]) -> None:
     record = _considered.get()
     if record is not None:
         record += (site for site in sites if not site.replaced or site.kept)
-
-
-def collective_key(equation: JaxprEqn) -> tuple | None:
-    """The kind, line and shapes of a gather or a sum that is not part of an op; None for others."""
-    kind = kind_of(equation)
-    if kind is None or is_ours(equation):
-        return None
-    return kind, source_of(equation), _shapes(equation)
 
 
 def is_ours(equation: JaxprEqn) -> bool:

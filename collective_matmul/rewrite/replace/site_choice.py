@@ -273,7 +273,9 @@ def _reports(
         reason = why if executed else f"gathered before the matmul ({why})"
         for weight in placed.weights:
             gather = graph.equations[weight.chain[0]]
-            reports[weight.chain[0]] = reported(gather, reason, decision, matmuls, not executed)
+            reports[weight.chain[0]] = reported(
+                gather, reason, decision, matmuls, kept=not executed, is_weight=True
+            )
     return reports
 
 

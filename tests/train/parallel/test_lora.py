@@ -289,6 +289,9 @@ def equations(jaxpr):
     ("flags", "reason"),
     [
         ("--lora.rank 4 --freeze embedding", "freeze='embedding': not with lora.rank=4"),
+        # These apply blocks without tying gradients, as those of adapters have to be.
+        ("--lora.rank 4 --overlap rewrite-jit", "overlap='rewrite-jit': not with lora.rank=4: the"),
+        ("--lora.rank 4 --overlap rewrite", "overlap='rewrite': not with lora.rank=4: the plain"),
         (
             "--lora.rank 4 --zero 3 --mesh.fsdp 2 --mesh.data 1 --weight-gather blocks",
             "zero=3: frozen weights are gathered by the matmuls that use them, and --weight-gather",
