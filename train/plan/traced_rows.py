@@ -1,4 +1,4 @@
-"""The first row of a plan, with the memory that a trace of its step finds.
+"""The first row of a plan, and what it advises, with the memory that a trace of a step finds.
 
 Estimates take no time, and are some percent off. So what is near the limit is traced, as a dry run
 does it, before a plan says that it fits.
@@ -7,14 +7,14 @@ does it, before a plan says that it fits.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from models.parameters.adapters import Training
+from train.config.config import Config
 from train.config.counts import counted
 from train.memory.step_memory import memory_of
 from train.memory.tracing import tracing
 from train.parallel.mesh import make_abstract_mesh
-from train.plan.candidates import ACTIVATIONS, Candidate, Machine, Plan
+from train.plan.candidates import ACTIVATIONS, Candidate, Machine, Plan, describe, make_plan
 from train.plan.rings import GPUS_OF_A_NODE
 
 #: Estimates of this share of the limit, and of less, are far enough below it.
@@ -27,37 +27,50 @@ TOO_HIGH, TOO_HIGH_BESIDE_FROZEN = 0.1, 0.3
 _MOST_TRACES = 3
 
 
-def trace_first(plan: Plan, machine: Machine, device: Any) -> None:
+def trace_first(plan: Plan, machine: Machine) -> None:
     """Traces the first row of a plan if its estimate is near the limit, or, where nothing fits, the
     configuration that nearly does. What does not fit leaves the plan, and the next is the first.
 
     Args:
       plan: the plan, which changes.
       machine: what it is for.
-      device: the kind of device that is traced for; None: that of this machine.
     """
     for _ in range(_MOST_TRACES):
         first = next(iter(plan.fitting), plan.smallest)
-        if first is None or first.traced_bytes is not None:
+        if first is None or (traced := _traced_if_near(first, machine)) is first:
             return
-        freezes = Training(first.config.lora, first.config.freeze).freezes
-        too_high = TOO_HIGH_BESIDE_FROZEN if freezes else TOO_HIGH
-        if not _FAR_BELOW * machine.limit < first.bytes <= (1 + too_high) * machine.limit:
-            return
-        traced = _traced(first, device)
-        rest = [each for each in plan.fitting if each is not first]
+        rest = plan.fitting[1:]
         if traced.bytes <= machine.limit:
             plan.fitting = [traced, *rest]
-        elif rest:
+        elif plan.fitting:
             plan.fitting = rest
-            plan.refused[ACTIVATIONS] += 1
+            plan.refuse(ACTIVATIONS, _too_large(traced, machine), traced.bytes)
         else:
-            plan.fitting, plan.smallest = [], traced
+            plan.smallest = traced
 
 
-def _traced(candidate: Candidate, device: Any) -> Candidate:
-    mesh = make_abstract_mesh(candidate.sizes, device)
-    layers = counted(candidate.config.model.num_layers, "layer")
-    with tracing(f"{layers} of {candidate.sizes}, whose estimate is near the limit"):
-        memory = memory_of(candidate.config, mesh, local_devices=GPUS_OF_A_NODE)
+def fits(config: Config, machine: Machine) -> bool:
+    """Whether something of a plan fits, so that it has rows: by the estimate, or by a trace if that
+    is near the limit. The arguments are those of `make_plan`."""
+    plan = make_plan(config, machine)
+    least = min(plan.fitting, key=lambda each: each.bytes, default=plan.smallest)
+    return least is not None and _traced_if_near(least, machine).bytes <= machine.limit
+
+
+def _too_large(traced: Candidate, machine: Machine) -> str:
+    which, limit = describe(traced.config, traced.sizes), f"{machine.limit / 1e9:.1f} GB"
+    return f"{which}: takes {traced.bytes / 1e9:,.1f} GB by a trace, and {limit} may be used"
+
+
+def _traced_if_near(candidate: Candidate, machine: Machine) -> Candidate:
+    """A configuration with its traced bytes, if it has none and its estimate is near the limit."""
+    config, sizes = candidate.config, candidate.sizes
+    too_high = TOO_HIGH_BESIDE_FROZEN if Training(config.lora, config.freeze).freezes else TOO_HIGH
+    is_near = _FAR_BELOW * machine.limit < candidate.bytes <= (1 + too_high) * machine.limit
+    if candidate.traced_bytes is not None or not is_near:
+        return candidate
+    mesh = make_abstract_mesh(sizes, machine.abstract_device)
+    layers = counted(config.model.num_layers, "layer")
+    with tracing(f"{layers} of {sizes}, whose estimate is near the limit"):
+        memory = memory_of(config, mesh, local_devices=GPUS_OF_A_NODE)
     return dataclasses.replace(candidate, traced_bytes=memory.total)

@@ -65,7 +65,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     model = ModelFunctions(config, sizes, GPUS_OF_A_NODE)
     console.print(
         f"{model_name(config)}: {model.parameter_count:,} parameters on {sizes},"
-        f" {counted(config.batch_size, 'sequence')} of {config.sequence_length} tokens per step",
+        f" {counted(config.batch_size, 'sequence')} of"
+        f" {counted(config.sequence_length, 'token')} per step",
         highlight=False,
         soft_wrap=True,
     )
