@@ -17,7 +17,8 @@ from models import families
 from models.checkpoint.earlier_releases import current_configuration
 from models.choices import CHOICES
 from train.config.config import Config
-from train.config.defaults import FOLLOWING, with_values
+from train.config.defaults import FOLLOWING, OF_MODEL, with_values
+from train.config.model_folder import describes_model, read_object
 from train.config.presets import PRESETS
 
 #: Fields that say what to do with the configuration, and are no part of it.
@@ -42,12 +43,16 @@ def config_text(config: Config, unset: Collection[str] = ()) -> str:
 
 
 def fields_of_file(path: str) -> set[str]:
-    """The fields that a configuration file sets, by dotted name.
+    """The fields that a configuration file sets, by dotted name; of a Hugging Face config.json those
+    whose defaults follow from its model.
 
     Raises:
       ValueError: see `read_config`.
     """
-    flat = traverse_util.flatten_dict(current_configuration(_read_object(path)), sep=".")
+    values = read_object(path)
+    if describes_model(values):
+        return {*OF_MODEL}
+    flat = traverse_util.flatten_dict(current_configuration(values), sep=".")
     return {name for name, value in flat.items() if not _is_unset(name, value)}
 
 
@@ -70,8 +75,8 @@ def read_config(
         kind of its field; `preset` is another one than the file's.
       SystemExit: after printing which value cannot be read.
     """
-    values = _read_object(path)
-    if {"model_type", "architectures"} & set(values):
+    values = read_object(path)
+    if describes_model(values):
         values = {"model": _described_model(values, path)}
     values = current_configuration(values)
     for name in _NOT_WRITTEN:
@@ -96,27 +101,6 @@ def _described_model(values: Mapping[str, Any], path: str) -> dict[str, Any]:
         return dataclasses.asdict(families.read_config(values))
     except ValueError as error:
         raise ValueError(f"config={path!r}: {error}") from error
-
-
-def _read_object(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
-    except OSError as error:
-        raise ValueError(
-            f"config={path!r}: cannot be read ({error.strerror}); give a file that"
-            " --print-config wrote"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"config={path!r}: is not JSON ({error}); give a file that --print-config wrote"
-        ) from None
-    if not isinstance(values, dict):
-        raise ValueError(
-            f"config={path!r}: expected a JSON object with the names of flags, as --print-config"
-            f" writes it, found {type(values).__name__}"
-        )
-    return values
 
 
 def _as_arguments(values: Mapping[str, Any], default: Config, path: str) -> list[str]:

@@ -1,12 +1,15 @@
-"""The Hugging Face folder that a run begins with, which says what its model and tokenizer are."""
+"""The Hugging Face folder that a run begins with, which says what its model and tokenizer are, or
+the config.json that says what its model is."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.families import PRESETS
@@ -79,6 +82,43 @@ def model_folder(config: Config) -> Path | None:
     path = expanded(begins)
     roots = path, path / ORIGIN, path.parent / ORIGIN
     return next((root for root in roots if ModelFolder.is_one(root)), None)
+
+
+def is_model_file(config: Config) -> bool:
+    """Whether the configuration file of a run is a Hugging Face config.json, which has the model
+    alone."""
+    return config.config is not None and describes_model(read_object(config.config))
+
+
+def describes_model(values: Mapping[str, Any]) -> bool:
+    """Whether the object in a file is that of a Hugging Face config.json."""
+    return bool({"model_type", "architectures"} & set(values))
+
+
+def read_object(path: str) -> dict[str, Any]:
+    """The JSON object in a configuration file.
+
+    Raises:
+      ValueError: the file cannot be read, or has none.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+    except OSError as error:
+        raise ValueError(
+            f"config={path!r}: cannot be read ({error.strerror}); give a file that"
+            " --print-config wrote"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"config={path!r}: is not JSON ({error}); give a file that --print-config wrote"
+        ) from None
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"config={path!r}: expected a JSON object with the names of flags, as --print-config"
+            f" writes it, found {type(values).__name__}"
+        )
+    return values
 
 
 def without_weights(config: Config) -> str | None:

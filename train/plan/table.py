@@ -16,7 +16,7 @@ from models.parameters.adapters import Training
 from train.config.checks import check_planned_machine, warnings_of
 from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.counts import counted
-from train.config.defaults import describe_preset
+from train.config.defaults import describe_preset, describe_taken
 from train.config.model_folder import DEFAULT_PRESET, model_folder, model_name
 from train.memory.device_memory import GPUS, MARGIN, memory_limit
 from train.parallel.mesh import make_abstract_mesh
@@ -74,7 +74,7 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
     ]
     if is_free(config, "batch_size") and batch > config.batch_size:
         lines[0] += f" (--batch-size {config.batch_size}, rounded up to a multiple of the GPUs)"
-    lines += describe_preset(config)
+    lines += [*describe_preset(config), *describe_taken(config, ["sequence_length"])]
     _print(console, *lines, *_about_attention(config, attention), *warnings_of(config))
     best = plan.candidates[:_ROWS]
     if best:

@@ -268,7 +268,7 @@ def test_what_cannot_fit_says_why() -> None:
     "model",
     [
         "llama3-8b --model.num-layers 15 --devices 1 --batch-size 2",
-        "qwen3-32b --devices 8 --sequence-length 12288",
+        "qwen3-32b --devices 8 --sequence-length 12288 --scan-layers 1",
     ],
 )
 def test_where_nothing_fits_it_says_what_would(model: str, capsys) -> None:
