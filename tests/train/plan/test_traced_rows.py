@@ -100,7 +100,9 @@ def test_the_only_row_that_does_not_fit_by_a_trace_is_the_example_of_its_reason(
     assert plan.is_too_large
     [(reason, (needed, example))] = plan.nearest.items()
     assert reason == "activations and gradients do not fit" and needed == machine.limit + 2e9
-    gb = f"{machine.limit / 1e9 + 2:.1f} GB by a trace, and {machine.limit / 1e9:.1f} GB may be used"
+    gb = (
+        f"{machine.limit / 1e9 + 2:.1f} GB by a trace, and {machine.limit / 1e9:.1f} GB may be used"
+    )
     assert example.endswith(f"microbatches 1: takes {gb}")
 
 
