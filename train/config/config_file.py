@@ -43,8 +43,8 @@ def config_text(config: Config, unset: Collection[str] = ()) -> str:
 
 
 def fields_of_file(path: str) -> set[str]:
-    """The fields that a configuration file sets, by dotted name; of a Hugging Face config.json those
-    whose defaults follow from its model.
+    """The fields that a configuration file sets, by dotted name; of a Hugging Face config.json
+    those whose defaults follow from its model.
 
     Raises:
       ValueError: see `read_config`.

@@ -101,8 +101,8 @@ def usual_learning_rate(config: Config) -> float:
 
 
 def describe_defaults(config: Config) -> list[str]:
-    """The defaults of a preset, of a model or of the optimizer that a new run has taken, as lines to
-    print, and a warning of a learning rate that is far from usual."""
+    """The defaults of a preset, of a model or of the optimizer that a new run has taken, as lines
+    to print, and a warning of a learning rate that is far from usual."""
     lines = [*describe_preset(config), *describe_taken(config)]
     folder = model_folder(config)
     if folder is not None and config.tokenizer is None:

@@ -54,8 +54,8 @@ def describe_loss_chunks(config: Config, sizes: MeshSizes) -> list[str]:
     each = chunk_size(tokens, sizes.tensor, chunk)
     of_token = _bytes_of_token(config, sizes)
     return [
-        f"head and loss: {-(-tokens // each)} chunks of {counted(each, 'token')} of each sequence, whose"
-        f" logits take {each * of_token:,} bytes; all at one time would take"
+        f"head and loss: {-(-tokens // each)} chunks of {counted(each, 'token')} of each sequence,"
+        f" whose logits take {each * of_token:,} bytes; all at one time would take"
         f" {tokens * of_token:,} (--loss-chunk)"
     ]
 

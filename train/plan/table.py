@@ -33,7 +33,7 @@ from train.plan.candidates import (
 from train.plan.rates import RATES
 from train.plan.run import attention_decision
 from train.plan.step_time import milliseconds, unpredicted_reason
-from train.plan.traced_rows import trace_first
+from train.plan.traced_rows import is_near, trace_first
 from train.plan.what_fits import ways_to_fit
 
 _ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6
@@ -188,6 +188,11 @@ def _in_8_bits(config: Config, machine: Machine) -> Plan:
 
 def _about_memory(first: Candidate, machine: Machine) -> list[str]:
     """A line that says which numbers of bytes are estimates."""
+    if is_near(first, machine):
+        return [
+            "the first rows did not fit by a trace, and left the table; this one is not traced, and"
+            f" near the {machine.limit / 1e9:.1f} GB that a run may use: check it with its dry run"
+        ]
     if first.traced_bytes is None:
         return []
     return [

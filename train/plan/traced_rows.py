@@ -39,14 +39,12 @@ def trace_first(plan: Plan, machine: Machine) -> None:
         first = next(iter(plan.fitting), plan.smallest)
         if first is None or (traced := _traced_if_near(first, machine)) is first:
             return
-        rest = plan.fitting[1:]
-        if traced.bytes <= machine.limit:
-            plan.fitting = [traced, *rest]
-        elif plan.fitting:
-            plan.fitting = rest
-            plan.refuse(ACTIVATIONS, _too_large(traced, machine), traced.bytes)
-        else:
+        if not plan.fitting and traced.bytes > machine.limit:
             plan.smallest = traced
+        elif traced.bytes <= machine.limit:
+            plan.fitting = [traced, *plan.fitting[1:]]
+        else:
+            _leave_out(traced, plan, machine)
 
 
 def fits(config: Config, machine: Machine) -> bool:
@@ -57,6 +55,28 @@ def fits(config: Config, machine: Machine) -> bool:
     return least is not None and _traced_if_near(least, machine).bytes <= machine.limit
 
 
+def _leave_out(traced: Candidate, plan: Plan, machine: Machine) -> None:
+    """Takes the first row out of a plan, and those of its mesh that do not fit either if their
+    estimates are as far off."""
+    _, *rest = plan.fitting
+    plan.refuse(ACTIVATIONS, _too_large(traced, machine), traced.bytes)
+    plan.fitting, off = [], traced.bytes / traced.memory.total
+    for each in rest:
+        if each.sizes != traced.sizes or off * each.bytes <= machine.limit:
+            plan.fitting.append(each)
+        else:
+            plan.refused[ACTIVATIONS] += 1
+
+
+def is_near(candidate: Candidate, machine: Machine) -> bool:
+    """Whether a trace has to say whether a configuration fits: its estimate is near the limit, and
+    nothing was traced."""
+    config = candidate.config
+    too_high = TOO_HIGH_BESIDE_FROZEN if Training(config.lora, config.freeze).freezes else TOO_HIGH
+    is_close = _FAR_BELOW * machine.limit < candidate.bytes <= (1 + too_high) * machine.limit
+    return candidate.traced_bytes is None and is_close
+
+
 def _too_large(traced: Candidate, machine: Machine) -> str:
     which, limit = describe(traced.config, traced.sizes), f"{machine.limit / 1e9:.1f} GB"
     return f"{which}: takes {traced.bytes / 1e9:,.1f} GB by a trace, and {limit} may be used"
@@ -64,11 +84,9 @@ def _too_large(traced: Candidate, machine: Machine) -> str:
 
 def _traced_if_near(candidate: Candidate, machine: Machine) -> Candidate:
     """A configuration with its traced bytes, if it has none and its estimate is near the limit."""
-    config, sizes = candidate.config, candidate.sizes
-    too_high = TOO_HIGH_BESIDE_FROZEN if Training(config.lora, config.freeze).freezes else TOO_HIGH
-    is_near = _FAR_BELOW * machine.limit < candidate.bytes <= (1 + too_high) * machine.limit
-    if candidate.traced_bytes is not None or not is_near:
+    if not is_near(candidate, machine):
         return candidate
+    config, sizes = candidate.config, candidate.sizes
     mesh = make_abstract_mesh(sizes, machine.abstract_device)
     layers = counted(config.model.num_layers, "layer")
     with tracing(f"{layers} of {sizes}, whose estimate is near the limit"):
