@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from collective_matmul.jaxprs.walks import all_equations
+from collective_matmul.jaxprs.walks import distinct_equations
 
 _BYTES_OF: dict[str, Callable[[JaxprEqn], int]] = {}
 
@@ -28,4 +28,4 @@ def scratch_bytes(jaxpr: Jaxpr) -> int:
         bytes_of = _BYTES_OF.get(equation.params.get("target_name", ""))
         return 0 if bytes_of is None else bytes_of(equation)
 
-    return max(map(allocated, all_equations(jaxpr)), default=0)
+    return max(map(allocated, distinct_equations(jaxpr)), default=0)

@@ -204,7 +204,7 @@ def compiled_step(config: Config, mesh: Mesh, dump_to: str | None = None) -> Com
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes + new_results,
         memory.peak_memory_in_bytes,
-        memory_of(config, mesh.abstract_mesh, model, state),
+        memory_of(config, mesh.abstract_mesh),
         traced - started,
         ended - traced,
         compiled.as_text() or "",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,20 +16,14 @@ from flax import traverse_util
 from models import families
 from models.checkpoint.earlier_releases import current_configuration
 from models.choices import CHOICES
-from models.hugging_face.files import open_regular
-from models.paths import expanded
 from train.config.config import Config
-from train.config.defaults import FOLLOWING, with_values
-from train.config.model_folder import described_file
+from train.config.defaults import FOLLOWING, OF_MODEL, with_values
+from train.config.model_folder import NAMED, describes_model, read_object
 from train.config.presets import PRESETS
 
 #: Fields that say what to do with the configuration, and are no part of it.
 _NOT_WRITTEN = ("config", "print_config")
-#: What ``--config`` may name.
-_EXPECTED = (
-    "a file that --print-config wrote, or a Hugging Face config.json with its model_type, or its"
-    " folder"
-)
+#: So many names of a file are shown.
 _SHOWN = 3
 
 
@@ -52,12 +45,16 @@ def config_text(config: Config, unset: Collection[str] = ()) -> str:
 
 
 def fields_of_file(path: str) -> set[str]:
-    """The fields that a configuration file sets, by dotted name.
+    """The fields that a configuration file sets, by dotted name; of a Hugging Face config.json
+    those whose defaults follow from its model.
 
     Raises:
       ValueError: see `read_config`.
     """
-    flat = traverse_util.flatten_dict(current_configuration(_read_object(path)), sep=".")
+    values = read_object(path)
+    if describes_model(values):
+        return {*OF_MODEL}
+    flat = traverse_util.flatten_dict(current_configuration(values), sep=".")
     return {name for name, value in flat.items() if not _is_unset(name, value)}
 
 
@@ -81,8 +78,8 @@ def read_config(
         kind of its field; `preset` is another one than the file's.
       SystemExit: after printing which value cannot be read.
     """
-    values = _read_object(path)
-    if {"model_type", "architectures"} & set(values):
+    values = read_object(path)
+    if describes_model(values):
         values = {"model": _described_model(values, path)}
     values = current_configuration(values)
     for name in _NOT_WRITTEN:
@@ -107,39 +104,6 @@ def _described_model(values: Mapping[str, Any], path: str) -> dict[str, Any]:
         return dataclasses.asdict(families.read_config(values))
     except ValueError as error:
         raise ValueError(f"config={path!r}: {error}") from error
-
-
-def _read_object(path: str) -> dict[str, Any]:
-    """The JSON object that ``--config`` names."""
-    file = described_file(path)
-    if file != expanded(path):
-        if not os.path.lexists(file):
-            raise ValueError(
-                f"config={path!r}: is a folder without {file.name}; give {_EXPECTED}; a folder of"
-                " checkpoints is for --init-from, or for --checkpoint-dir with --resume"
-            )
-        path = str(file)
-    try:
-        with open_regular(file) as opened:
-            text = opened.read().decode("utf-8-sig")
-        values = json.loads(text)
-    except OSError as error:
-        raise ValueError(
-            f"config={path!r}: cannot be read ({error.strerror or error}); give {_EXPECTED}"
-        ) from None
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"config={path!r}: is a binary file, or not in UTF-8; give {_EXPECTED}"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        found = f"is not JSON ({error})" if text.strip() else "is empty"
-        raise ValueError(f"config={path!r}: {found}; give {_EXPECTED}") from None
-    if not isinstance(values, dict):
-        raise ValueError(
-            f"config={path!r}: expected a JSON object with the names of flags, as --print-config"
-            f" writes it, found {type(values).__name__}; give {_EXPECTED}"
-        )
-    return values
 
 
 def _as_arguments(values: Mapping[str, Any], default: Config, path: str) -> list[str]:
@@ -188,7 +152,7 @@ def _check_kind(names: Sequence[str], fields: list[str], path: str) -> None:
         return
     listed = ", ".join(map(repr, names[:_SHOWN])) + ", ..." * (len(names) > _SHOWN)
     raise ValueError(
-        f"config={path!r}: no name in it is that of a flag, found {listed}; give {_EXPECTED}"
+        f"config={path!r}: no name in it is that of a flag, found {listed}; give {NAMED}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,11 +12,11 @@ from flax import traverse_util
 from models.checkpoint.saved_checkpoint import SavedCheckpoint, find_checkpoint
 from models.parameters.adapters import LoraConfig, Training
 from train.config.config import Config
-from train.config.model_folder import DEFAULT_PRESET, model_folder, with_model_of
+from train.config.model_folder import DEFAULT_PRESET, is_model_file, model_folder, with_model_of
 from train.config.presets import PRESETS
 
-#: Fields with fine-tuning defaults, by dotted name.
-_FINE_TUNING = ("optimizer.learning_rate", "optimizer.warmup_steps", "sequence_length")
+#: Fields whose defaults follow from the model of a Hugging Face folder or file, by dotted name.
+OF_MODEL = ("optimizer.learning_rate", "optimizer.warmup_steps", "sequence_length")
 #: Fields of which every resumed run keeps what its checkpoint was trained with.
 _KEPT = (
     "steps",
@@ -26,7 +26,7 @@ _KEPT = (
 )
 #: Fields whose defaults follow from other settings, or from a checkpoint, by dotted name: those
 #: that `implied` may return.
-FOLLOWING = (*_KEPT, *_FINE_TUNING, "zero")
+FOLLOWING = (*_KEPT, *OF_MODEL, "zero")
 #: Rates of pre-training: those of Llama 3's three models lie on this curve (Llama Team, "The Llama
 #: 3 Herd of Models", 2024, table 3). To tune all weights takes about a thirtieth, and adapters take
 #: ten times as much as that (Schulman et al., "LoRA Without Regret", 2025).
@@ -41,31 +41,39 @@ def implied(config: Config) -> dict[str, Any]:
 
     An fsdp axis of several devices shards what it can: ZeRO level 3, or 1 beside frozen weights,
     which matmuls cannot gather on every mesh. An optimizer has a learning rate of its own. Weights
-    that come from a Hugging Face folder are fine-tuned. A resumed run keeps these, the numbers of
-    steps and of sequences of a step, adapters and what is frozen, as its checkpoint was trained
-    with them.
+    that come from a Hugging Face folder are fine-tuned, and the model of a config.json without a
+    preset is trained, by defaults that follow from the model. A resumed run keeps these, the
+    numbers of steps and of sequences of a step, adapters and what is frozen, as its checkpoint was
+    trained with them.
 
     Args:
       config: what the run is asked for, with the values of its preset for all else.
     """
     values = of_optimizer(config)
-    is_fine_tuned = model_folder(config) is not None
     saved = traverse_util.flatten_dict(saved_configuration(config), sep=".")
     values |= {name: saved[name] for name in _KEPT if name in saved}
     if config.mesh.fsdp > 1:
         level = 1 if Training(config.lora, config.freeze).freezes else 3
         values["zero"] = saved.get("zero", level)
-    if not is_fine_tuned:
+    if _has_own_defaults(config) is None:
         return values
     if config.resume:
-        return values | {name: saved[name] for name in _FINE_TUNING if name in saved}
+        return values | {name: saved[name] for name in OF_MODEL if name in saved}
     with suppress(ValueError, ImportError):  # The preparation of the run says what is wrong.
-        values |= fine_tuning(with_model_of(config))
+        values |= of_model(with_model_of(config))
     return values
 
 
-def fine_tuning(config: Config) -> dict[str, Any]:
-    """The defaults of a run that begins with the model of a folder, by dotted name.
+def _has_own_defaults(config: Config) -> str | None:
+    """The kind of run, in words, whose defaults follow from a model that is not a preset's; None:
+    they are those of the preset."""
+    if model_folder(config) is not None:
+        return "fine-tuning"
+    return "this model" if config.preset == DEFAULT_PRESET and is_model_file(config) else None
+
+
+def of_model(config: Config) -> dict[str, Any]:
+    """The defaults of a run with the model of a Hugging Face folder or file, by dotted name.
 
     The sequence length is a power of two within the model's context, and at most 4096.
     """
@@ -76,7 +84,7 @@ def fine_tuning(config: Config) -> dict[str, Any]:
         max(min(steps // 20, _MOST_WARMUP), 0),
         2 ** (tokens.bit_length() - 1),
     )
-    return dict(zip(_FINE_TUNING, values, strict=True))
+    return dict(zip(OF_MODEL, values, strict=True))
 
 
 def of_optimizer(config: Config) -> dict[str, Any]:
@@ -99,19 +107,10 @@ def usual_learning_rate(config: Config) -> float:
 
 
 def describe_defaults(config: Config) -> list[str]:
-    """The defaults of a preset, of fine-tuning or of the optimizer that a new run has taken, as
-    lines to print, and a warning of a learning rate that is far from usual."""
-    what, taken = config.optimizer.kind, of_optimizer(config)
+    """The defaults of a preset, of a model or of the optimizer that a new run has taken, as lines
+    to print, and a warning of a learning rate that is far from usual."""
+    lines = [*describe_preset(config), *describe_taken(config)]
     folder = model_folder(config)
-    if folder is not None:
-        what, taken = "fine-tuning", fine_tuning(config)
-    now = traverse_util.flatten_dict(config.to_json(), sep=".")
-    lines = describe_preset(config)
-    lines += [
-        f"default for {what}: --{name.replace('_', '-')} {value}"
-        for name, value in taken.items()
-        if now[name] == value and not config.resume
-    ]
     if folder is not None and config.tokenizer is None:
         lines.append(
             f"warning: {folder} has no tokenizer.json, so text is read as bytes, which its model"
@@ -126,6 +125,23 @@ def describe_defaults(config: Config) -> list[str]:
             " may diverge, or forget what the weights have learnt"
         )
     return lines
+
+
+def describe_taken(config: Config, names: Collection[str] = FOLLOWING) -> list[str]:
+    """The defaults of a model or of the optimizer that a new run has taken, as lines to print.
+
+    Args:
+      config: the configuration, with the model that it says.
+      names: the fields that are of interest.
+    """
+    what = _has_own_defaults(config)
+    taken = of_optimizer(config) if what is None else of_model(config)
+    now = traverse_util.flatten_dict(config.to_json(), sep=".")
+    return [
+        f"default for {what or config.optimizer.kind}: --{name.replace('_', '-')} {value}"
+        for name, value in taken.items()
+        if name in names and now[name] == value and not config.resume
+    ]
 
 
 def describe_preset(config: Config) -> list[str]:

@@ -6,6 +6,7 @@ import numpy as np
 
 from models.layers.chunked_loss import chunk_size
 from train.config.config import Config, MeshSizes
+from train.config.counts import counted
 
 #: Bytes of the logits of a device above which they are computed in chunks by default.
 MOST_WHOLE = 4 * 2**30
@@ -53,8 +54,8 @@ def describe_loss_chunks(config: Config, sizes: MeshSizes) -> list[str]:
     each = chunk_size(tokens, sizes.tensor, chunk)
     of_token = _bytes_of_token(config, sizes)
     return [
-        f"head and loss: {-(-tokens // each)} chunks of {each} tokens of each sequence, whose"
-        f" logits take {each * of_token:,} bytes; all at one time would take"
+        f"head and loss: {-(-tokens // each)} chunks of {counted(each, 'token')} of each sequence,"
+        f" whose logits take {each * of_token:,} bytes; all at one time would take"
         f" {tokens * of_token:,} (--loss-chunk)"
     ]
 

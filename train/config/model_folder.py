@@ -1,16 +1,21 @@
-"""The Hugging Face folder that a run begins with, which says what its model and tokenizer are."""
+"""The Hugging Face folder that a run begins with, which says what its model and tokenizer are, or
+the config.json that says what its model is."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from models.checkpoint.saved_checkpoint import differences, find_checkpoint
 from models.families import PRESETS
 from models.hugging_face import ModelFolder
+from models.hugging_face.files import open_regular
 from models.hugging_face.folder import CONFIG
 from models.hugging_face.writing import ORIGIN
 from models.paths import expanded
@@ -18,6 +23,11 @@ from train.config.config import Config
 
 #: The preset of a run that names none.
 DEFAULT_PRESET = "debug"
+#: What ``--config`` may name.
+NAMED = (
+    "a file that --print-config wrote, or a Hugging Face config.json with its model_type, or its"
+    " folder"
+)
 #: What ``--init-from`` may name.
 WEIGHTS = "a directory of checkpoints, one step_N in it, or a Hugging Face folder"
 
@@ -79,6 +89,54 @@ def model_folder(config: Config) -> Path | None:
     path = expanded(begins)
     roots = path, path / ORIGIN, path.parent / ORIGIN
     return next((root for root in roots if ModelFolder.is_one(root)), None)
+
+
+def is_model_file(config: Config) -> bool:
+    """Whether the configuration file of a run is a Hugging Face config.json, which has the model
+    alone."""
+    return config.config is not None and describes_model(read_object(config.config))
+
+
+def describes_model(values: Mapping[str, Any]) -> bool:
+    """Whether the object in a file is that of a Hugging Face config.json."""
+    return bool({"model_type", "architectures"} & set(values))
+
+
+def read_object(path: str) -> dict[str, Any]:
+    """The JSON object that ``--config`` names.
+
+    Raises:
+      ValueError: the file cannot be read, or has none.
+    """
+    file = described_file(path)
+    if file != expanded(path):
+        if not os.path.lexists(file):
+            raise ValueError(
+                f"config={path!r}: is a folder without {file.name}; give {NAMED}; a folder of"
+                " checkpoints is for --init-from, or for --checkpoint-dir with --resume"
+            )
+        path = str(file)
+    try:
+        with open_regular(file) as opened:
+            text = opened.read().decode("utf-8-sig")
+        values = json.loads(text)
+    except OSError as error:
+        raise ValueError(
+            f"config={path!r}: cannot be read ({error.strerror or error}); give {NAMED}"
+        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"config={path!r}: is a binary file, or not in UTF-8; give {NAMED}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        found = f"is not JSON ({error})" if text.strip() else "is empty"
+        raise ValueError(f"config={path!r}: {found}; give {NAMED}") from None
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"config={path!r}: expected a JSON object with the names of flags, as --print-config"
+            f" writes it, found {type(values).__name__}; give {NAMED}"
+        )
+    return values
 
 
 def without_weights(config: Config) -> str | None:

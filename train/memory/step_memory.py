@@ -19,7 +19,7 @@ from train.config.context import sequence_unit
 from train.config.experts import on_tensor_axis
 from train.memory.live_memory import find_peak
 from train.optimizer.optimizer import make_optimizer
-from train.optimizer.state import FROZEN, WEIGHTS, TrainState, state_on_mesh
+from train.optimizer.state import FROZEN, WEIGHTS, state_on_mesh
 from train.parallel.batches import abstract_batch
 from train.parallel.mesh import make_abstract_mesh
 from train.parallel.model import ModelFunctions
@@ -58,26 +58,17 @@ class Memory:
         return self.state + self.weights + self.activations
 
 
-def memory_of(
-    config: Config,
-    mesh: AbstractMesh,
-    model: ModelFunctions | None = None,
-    state: TrainState | None = None,
-    *,
-    local_devices: int | None = None,
-) -> Memory:
+def memory_of(config: Config, mesh: AbstractMesh, *, local_devices: int | None = None) -> Memory:
     """The memory of a run.
 
     Args:
       config: the configuration.
       mesh: the mesh; which attention is used depends on its kind of device.
-      model: the model of the configuration, if it is at hand.
-      state: shapes, dtypes and shardings of the state, from `state_on_mesh`, if they are at hand.
-      local_devices: number of devices of a process, for a model that is not at hand; None: all.
+      local_devices: number of devices of a process; None: all.
     """
-    model = model or ModelFunctions(config, MeshSizes(**mesh.shape), local_devices)
+    model = ModelFunctions(config, MeshSizes(**mesh.shape), local_devices)
     optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
-    state = state or state_on_mesh(model, optimizer, mesh)
+    state = state_on_mesh(model, optimizer, mesh)
     batch = abstract_batch(config)
     # The plain model takes the same memory. What overlap makes of it is traced for its table.
     # Shapes under jax.jit are global: those of the same model in shard_map are a device's.

@@ -100,31 +100,31 @@ def _scores(shapes: Shapes) -> float:
 
 def _waiting(shapes: Shapes, hidden: float, width: int) -> float:
     """Bytes of what waits for gradients of weights, which XLA computes late."""
-    config = shapes.config
-    is_loop = bool(config.scan_layers)
-    if shapes.microbatches > 1 and not is_loop:
+    config, tensor = shapes.config, shapes.sizes.tensor
+    if shapes.microbatches > 1 and not config.scan_layers:
         return 0.0
     gathered = shapes.rows * shapes.model.features * width
-    in_8_bits = config.fp8 == "tensorwise"
-    has_rings = not (in_8_bits or leaves_matmuls_to_xla(config))
-    waiting = 0.0
-    if shapes.sizes.tensor == 2 and has_rings and not config.fp8:
-        waiting += 2 * gathered  # Rings of two devices are not always faster.
-    elif shapes.sizes.tensor > 1 and not has_rings:
-        waiting += 5 * gathered
+    is_tensorwise = config.fp8 == "tensorwise"
+    has_rings = not (is_tensorwise or leaves_matmuls_to_xla(config))
+    arrays = 0 if tensor == 1 else 5
+    if has_rings:  # Those of two devices are not always faster.
+        arrays = 2 if tensor == 2 and not config.fp8 else 0
+    waiting = arrays * gathered
     in_rings = has_rings and (
-        shapes.sizes.tensor > (1 if config.fp8 else 2)
-        or (shapes.zero == 3 and gathers_in_matmuls(shapes))
+        (tensor > 1 and not arrays) or (shapes.zero == 3 and gathers_in_matmuls(shapes))
     )
-    is_trained = any(linear.trained_weights for linear in shapes.block[2:])
-    if is_loop or in_rings or config.remat == "none" or not is_trained:
+    if in_rings or not _outlives_its_block(shapes):
         return waiting
-    # Those of a block are complete when the backward of the next one is: hidden features and their
-    # gradients stay, and what is gathered and scattered around them.
-    arrays = 4 if recomputes_feed_forward(config.remat) else 2
-    if in_8_bits:
-        arrays = arrays / 2 if recomputes_feed_forward(config.remat) else 0
-    return waiting + arrays * hidden + 3 * gathered
+    # Hidden features and their gradients stay, and what is gathered and scattered around them.
+    pairs = recomputes_feed_forward(config.remat) + (not is_tensorwise)
+    return waiting + 2 * pairs * hidden + 3 * gathered
+
+
+def _outlives_its_block(shapes: Shapes) -> bool:
+    """Whether gradients of weights of a block are complete when the backward of the next one is."""
+    config = shapes.config
+    is_trained = any(linear.trained_weights for linear in shapes.block[2:])
+    return is_trained and config.remat != "none" and not config.scan_layers
 
 
 def sums_of_attention(shapes: Shapes) -> float:

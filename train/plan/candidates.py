@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from jax.sharding import AbstractDevice
+
 from models.blocks.rematerialization import Remat
 from models.parameters.adapters import Training
 from train.config.checks import check
@@ -48,6 +50,7 @@ class Machine:
       memory: bytes of each.
       network_bytes: bytes per second that each sends to other nodes.
       attention: the kernel of attention.
+      abstract_device: the kind that steps are traced for; None: that of this machine.
     """
 
     devices: int
@@ -55,6 +58,7 @@ class Machine:
     memory: int
     network_bytes: float = NETWORK_BYTES
     attention: str = "cudnn"
+    abstract_device: AbstractDevice | None = None
 
     @property
     def limit(self) -> int:
@@ -151,18 +155,6 @@ def make_plan(config: Config, machine: Machine) -> Plan:
       machine: the GPUs.
     """
     plan = Plan()
-    plan.fitting += _all_fitting(config, machine, plan)
-    plan.fitting.sort(key=lambda candidate: (candidate.seconds, candidate.sizes[::-1]))
-    return plan
-
-
-def fits(config: Config, machine: Machine) -> bool:
-    """Whether some configuration of a machine fits. The arguments are those of `make_plan`."""
-    return any(True for _ in _all_fitting(config, machine, Plan()))
-
-
-def _all_fitting(config: Config, machine: Machine, plan: Plan) -> Iterator[Candidate]:
-    """Yields what fits of all meshes. Adds to the plan what does not."""
     config = dataclasses.replace(config, batch_size=planned_batch_size(config, machine.devices))
     for sizes in meshes(config, machine.devices):
         for changes in shardings(config, sizes):
@@ -173,7 +165,9 @@ def _all_fitting(config: Config, machine: Machine, plan: Plan) -> Iterator[Candi
             except ValueError as error:
                 plan.refuse(str(error).partition("=")[0], str(error))
                 continue
-            yield from _fitting(sharded, sizes, machine, plan)
+            plan.fitting += _fitting(sharded, sizes, machine, plan)
+    plan.fitting.sort(key=lambda candidate: (candidate.seconds, candidate.sizes[::-1]))
+    return plan
 
 
 def check_sharded(config: Config, sizes: MeshSizes) -> None:

@@ -16,7 +16,7 @@ from models.parameters.adapters import Training
 from train.config.checks import check_planned_machine, warnings_of
 from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.counts import counted
-from train.config.defaults import describe_preset
+from train.config.defaults import describe_preset, describe_taken
 from train.config.model_folder import DEFAULT_PRESET, model_folder, model_name
 from train.memory.device_memory import GPUS, MARGIN, memory_limit
 from train.parallel.mesh import make_abstract_mesh
@@ -33,7 +33,7 @@ from train.plan.candidates import (
 from train.plan.rates import RATES
 from train.plan.run import attention_decision
 from train.plan.step_time import milliseconds, unpredicted_reason
-from train.plan.traced_rows import trace_first
+from train.plan.traced_rows import is_near, trace_first
 from train.plan.what_fits import ways_to_fit
 
 _ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6
@@ -64,23 +64,22 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
     machine, attention = machine_of(config)
     if reason := unpredicted_reason(config, machine.device_kind):
         raise ValueError(f"plan: {reason}; see what fits with --dry-run")
-    device = None if _is_here(config) else GPUS[_gpu_of(config)].device
     plan = make_plan(config, machine)
-    trace_first(plan, machine, device)
+    trace_first(plan, machine)
     batch = planned_batch_size(config, machine.devices)
     gpus = f"{machine.devices} × {machine.device_kind}"
     lines = [
         f"plan: {model_name(config)} on {gpus}, {counted(batch, 'sequence')} of"
-        f" {config.sequence_length} tokens per step, attention by {machine.attention}"
+        f" {counted(config.sequence_length, 'token')} per step, attention by {machine.attention}"
     ]
     if is_free(config, "batch_size") and batch > config.batch_size:
         lines[0] += f" (--batch-size {config.batch_size}, rounded up to a multiple of the GPUs)"
-    lines += describe_preset(config)
+    lines += [*describe_preset(config), *describe_taken(config, ["sequence_length"])]
     _print(console, *lines, *_about_attention(config, attention), *warnings_of(config))
     best = plan.candidates[:_ROWS]
     if best:
         in_8_bits = _in_8_bits(config, machine)
-        trace_first(in_8_bits, machine, device)
+        trace_first(in_8_bits, machine)
         others = in_8_bits.candidates[:_ROWS_IN_8_BITS]
         _print(console, *_table(best, others))
         _print(console, *_about_memory(best[0], machine))
@@ -159,7 +158,7 @@ def machine_of(config: Config) -> tuple[Machine, AttentionDecision]:
     attention = attention_decision(alone, sizes, make_abstract_mesh(sizes, abstract))
     devices = config.devices or jax.device_count()
     kernel = attention.implementation
-    return Machine(devices, kind, memory, config.network_bytes, kernel), attention
+    return Machine(devices, kind, memory, config.network_bytes, kernel, abstract), attention
 
 
 def _is_here(config: Config) -> bool:
@@ -189,6 +188,11 @@ def _in_8_bits(config: Config, machine: Machine) -> Plan:
 
 def _about_memory(first: Candidate, machine: Machine) -> list[str]:
     """A line that says which numbers of bytes are estimates."""
+    if is_near(first, machine):
+        return [
+            "the first rows did not fit by a trace, and left the table; this one is not traced, and"
+            f" near the {machine.limit / 1e9:.1f} GB that a run may use: check it with its dry run"
+        ]
     if first.traced_bytes is None:
         return []
     return [
@@ -303,11 +307,13 @@ def _left_out(config: Config, plan: Plan, machine: Machine) -> list[str]:
     )
     if not refused:
         return [memory]
-    tried = "configurations were tried that" if plan.candidates else "configurations"
-    beside = "beside the rows, " * bool(plan.candidates)
+    tried = counted(refused, "configuration")
+    if plan.candidates:
+        tried = f"beside the rows, {tried} {'was' if refused == 1 else 'were'} tried that"
+    do, are = ("does", "is") if refused == 1 else ("do", "are")
     return [
         memory,
-        f"{beside}{refused:,} {tried} do not fit, or are not possible:",
+        f"{tried} {do} not fit, or {are} not possible:",
         *(
             f"  {count:,} × {reason}, such as {plan.nearest[reason][1]}"
             for reason, count in plan.refused.most_common(_REASONS)
@@ -319,10 +325,10 @@ def _advice(config: Config, plan: Plan, machine: Machine) -> list[str]:
     """Lines that say, where nothing fits, what would."""
     if not plan.is_too_large:
         return []
-    ways = ways_to_fit(config, machine)
+    ways, tried = (("; ".join(flags)) for flags in ways_to_fit(config, machine))
     if ways:
-        return [f"by the estimate nothing fits; each of these would: {'; '.join(ways)}"]
-    return ["nothing fits: use a smaller model, or more and larger GPUs"]
+        return [f"nothing fits; each of these would: {ways}"]
+    return [f"nothing fits, nor with {tried}: use a smaller model, or more and larger GPUs"]
 
 
 def _row_flags(candidate: Candidate) -> list[str]:

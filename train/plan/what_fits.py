@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from train.config.config import Config
 from train.config.optimizers import OPTIMIZERS
 from train.memory.device_memory import GPUS
-from train.plan.candidates import Machine, fits, planned_batch_size
+from train.plan.candidates import Machine, planned_batch_size
+from train.plan.traced_rows import fits
 
 #: Shorter sequences than these are not advised.
 _SHORTEST = 1024
 #: Nor are more GPUs than this multiple.
-_MOST_TIMES_THE_GPUS = 16
+_MOST_TIMES_THE_GPUS = 32
 
 
-def ways_to_fit(config: Config, machine: Machine) -> list[str]:
-    """Flags, each of which alone makes something fit by the estimate, those first that keep most of
-    what was asked for.
+def ways_to_fit(config: Config, machine: Machine) -> tuple[list[str], list[str]]:
+    """Flags, each of which alone makes something fit, those first that keep most of what was asked
+    for; and the last that were tried of each kind that does not.
 
     Args:
       config: what was asked for, with the model that it says.
@@ -32,10 +33,16 @@ def ways_to_fit(config: Config, machine: Machine) -> list[str]:
         _more_devices(config, machine),
         _larger_devices(config, machine),
     )
-    found = (
-        next((flags for flags, changed, gpus in way if fits(changed, gpus)), None) for way in ways
-    )
-    return [flags for flags in found if flags is not None]
+    found, tried = [], []
+    for way in ways:
+        last = None
+        for last, changed, gpus in way:
+            if fits(changed, gpus):
+                found.append(last)
+                break
+        else:
+            tried += [] if last is None else [last]
+    return found, tried
 
 
 _Ways = Iterator[tuple[str, Config, Machine]]
@@ -94,5 +101,7 @@ def _larger_devices(config: Config, machine: Machine) -> _Ways:
     for name, gpu in sorted(GPUS.items(), key=lambda item: item[1].memory):
         if gpu.memory > machine.memory:
             kind = gpu.device.device_kind
-            larger = dataclasses.replace(machine, device_kind=kind, memory=gpu.memory)
+            larger = dataclasses.replace(
+                machine, device_kind=kind, memory=gpu.memory, abstract_device=gpu.device
+            )
             yield f"--device {name}", config, larger

@@ -67,7 +67,8 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     check_inputs(config, model)
     console.print(
         f"{model_name(config)}: {model.parameter_count:,} parameters on {sizes},"
-        f" {counted(config.batch_size, 'sequence')} of {config.sequence_length} tokens per step",
+        f" {counted(config.batch_size, 'sequence')} of"
+        f" {counted(config.sequence_length, 'token')} per step",
         highlight=False,
         soft_wrap=True,
     )
@@ -87,7 +88,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     state = state_on_mesh(model, optimizer, mesh)
     layers = counted(config.model.num_layers, "layer")
     with tracing(f"{layers}, to know what memory a step takes"):
-        memory = memory_of(config, mesh, model, state, local_devices=GPUS_OF_A_NODE)
+        memory = memory_of(config, mesh, local_devices=GPUS_OF_A_NODE)
     _print_memory(memory, config, console)
     if gpu is None:
         limit, kind = memory_limit(jax.local_devices()[0])

@@ -17,6 +17,7 @@ from models.hugging_face import ModelFolder
 from tests.models.hugging_face.folders import DATA, NAMES
 from tests.train.config.test_defaults import saved_run
 from train.config.checks import warnings_of
+from train.config.defaults import describe_taken, usual_learning_rate
 from train.config.model_folder import model_name, with_model_of
 from train.config.presets import PRESETS
 from train.run.command_line import main, parse
@@ -92,7 +93,10 @@ def test_the_model_of_a_config_json_is_read_with_the_settings_of_a_preset(name, 
     assert with_model_of(config) == config
     assert model_name(config) == tmp_path.name
     again = parse(written(tmp_path / "my-run.json", printed(capsys, *file)))
-    assert again.model == config.model
+    # Without a preset, the length and the rate follow from the model, in the printed file too.
+    alone = parse(file)
+    assert alone == dataclasses.replace(alone, **of_the_model(alone))
+    assert dataclasses.replace(again, config=file[1]) == alone
     assert model_name(again) == "my-run"
 
 
@@ -117,6 +121,36 @@ def test_a_folder_stands_for_its_config_json(capsys, tmp_path):
 
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
     assert parse(written(tmp_path / "f", b"\xef\xbb\xbf" + b'{"steps": 5}')).steps == 5
+
+
+def of_the_model(config):
+    optimizer = dataclasses.replace(
+        config.optimizer,
+        learning_rate=float(f"{usual_learning_rate(config):.0e}"),
+        warmup_steps=config.steps // 20,
+    )
+    tokens = min(config.model.context_length or 2048, 4096)
+    return {"sequence_length": 2 ** (tokens.bit_length() - 1), "optimizer": optimizer}
+
+
+def test_flags_beside_a_config_json_override_what_follows_from_its_model(capsys, tmp_path):
+    described = str(shutil.copy(DATA / "llama3" / "config.json", tmp_path))
+    given = ["--config", described, "--sequence-length", "16", "--optimizer.learning-rate", "1e-3"]
+    config = parse([*given, "--steps", "400"])
+    assert (config.sequence_length, config.optimizer.learning_rate) == (16, 1e-3)
+    assert config.optimizer.warmup_steps == 20
+    assert describe_taken(config) == ["default for this model: --optimizer.warmup-steps 20"]
+
+
+def test_a_plan_and_a_dry_run_of_a_config_json_take_the_length_of_its_run(capsys, tmp_path):
+    values = json.loads((DATA / "qwen3" / "config.json").read_text())
+    file = written(tmp_path / "config.json", values | {"max_position_embeddings": 1500})
+    assert parse(file).sequence_length == 1024
+    for mode in ("--plan --device H100 --devices 1", "--dry-run --mesh.data 1 --mesh.tensor 1"):
+        main([*shlex.split(mode), *file])
+        first, *others = capsys.readouterr().out.splitlines()
+        assert "16 sequences of 1,024 tokens per step" in first
+        assert "default for this model: --sequence-length 1024" in others
 
 
 def test_a_model_is_named_after_the_file_that_describes_it(capsys, tmp_path):

@@ -15,7 +15,7 @@ from models.hugging_face import ModelFolder
 from models.hugging_face.writing import keep_origin
 from tests.models.hugging_face.folders import DATA
 from train.config.config import Config, MeshSizes
-from train.config.defaults import describe_defaults, describe_preset, fine_tuning
+from train.config.defaults import describe_defaults, describe_preset, of_model
 from train.config.model_folder import model_name, with_model_of
 from train.config.presets import PRESETS
 from train.parallel.model import ModelFunctions
@@ -146,7 +146,7 @@ def test_sequences_fit_the_context_and_are_not_long(context: int | None, tokens:
     config = PRESETS["qwen3-8b"]()
     model = dataclasses.replace(config.model, context_length=context)
     config = dataclasses.replace(config, model=model, init_from=str(DATA / "qwen3"))
-    assert fine_tuning(config) == {
+    assert of_model(config) == {
         "optimizer.learning_rate": 1e-5,
         "optimizer.warmup_steps": 50,
         "sequence_length": tokens,

@@ -84,7 +84,9 @@ def test_long_sequences_have_as_many_as_take_a_gibibyte():
     assert of_token * 131_072 > MOST_WHOLE
     assert loss_chunk(config, sizes) == MOST_OF_CHUNK // of_token
     (line,) = describe_loss_chunks(config, sizes)
-    assert line.startswith("head and loss: 8 chunks of 16384 tokens of each sequence, whose logits")
+    assert line.startswith(
+        "head and loss: 8 chunks of 16,384 tokens of each sequence, whose logits"
+    )
     assert f"take {of_token * 16_384:,} bytes" in line
     assert f"would take {of_token * 131_072:,}" in line
     assert loss_chunk(dataclasses.replace(config, loss_chunk=0), sizes) is None

@@ -268,7 +268,7 @@ def test_what_cannot_fit_says_why() -> None:
     "model",
     [
         "llama3-8b --model.num-layers 15 --devices 1 --batch-size 2",
-        "qwen3-32b --devices 8 --sequence-length 12288",
+        "qwen3-32b --devices 8 --sequence-length 12288 --scan-layers 1",
     ],
 )
 def test_where_nothing_fits_it_says_what_would(model: str, capsys) -> None:
@@ -277,7 +277,7 @@ def test_where_nothing_fits_it_says_what_would(model: str, capsys) -> None:
         main(plan)
     advice = capsys.readouterr().out.splitlines()[-1]
     before, _, ways = advice.partition("; each of these would: ")
-    assert before == "by the estimate nothing fits"
+    assert before == "nothing fits"
     flags = [way.partition(",")[0] for way in ways.split("; ")]
     assert {"--optimizer.kind muon", "--device H200", "--lora.rank 16"} <= set(flags)
     for each in flags:
@@ -294,7 +294,12 @@ def test_no_advice_makes_the_largest_model_fit_on_a_gpu(capsys) -> None:
     with pytest.raises(SystemExit, match=r"^1$"):
         main(plan)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "nothing fits: use a smaller model, or more and larger GPUs"
+    before, _, advice = last.rpartition(": ")
+    assert advice == "use a smaller model, or more and larger GPUs"
+    # It says how far it looked.
+    assert before.startswith("nothing fits, nor with --optimizer.kind muon, which has fewer")
+    assert "; --sequence-length 1024; --lora.rank 16 --lora.base-format rowwise, " in before
+    assert before.endswith("; --devices 32")
 
 
 def test_flags_that_differ_from_the_preset_are_kept() -> None:
@@ -456,7 +461,7 @@ def test_a_dry_run_ends_with_the_predicted_step_time(capsys) -> None:
     kernels = ("cudnn", "flash3")  # Which one depends on what is installed.
     predicted = [predict_run(run, TENSOR, H100, kernel) for kernel in kernels]
     assert last in [f"{each}; the run fits" for each in predicted]
-    assert ", 1 sequence of 8192 tokens per step" in output
+    assert ", 1 sequence of 8,192 tokens per step" in output
     assert output.count("flash3 would") <= 1
     # The parts add up as they are printed.
     [parts, total] = re.findall(r"^all of a step, .*: (.*) = (.*) ms$", output, re.MULTILINE)[0]

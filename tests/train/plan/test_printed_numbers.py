@@ -124,6 +124,22 @@ def test_what_does_not_fit_comes_after_the_commands(capsys) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "status", "sentence"),
+    [
+        ("11", 0, "beside the rows, 1 configuration was tried that does not fit, or is"),
+        ("12", 0, "beside the rows, 2 configurations were tried that do not fit, or are"),
+        ("40 --remat full --scan-layers 1", 1, "1 configuration does not fit, or is"),
+    ],
+)  # fmt: skip
+def test_one_configuration_is_counted_in_the_singular(
+    flags: str, status: int, sentence: str, capsys
+) -> None:
+    machine = "--plan --preset llama3-8b --device H100 --devices 1 --batch-size 1"
+    output = printed(f"{machine} --model.num-layers {flags}", capsys, status=status)
+    assert f"{sentence} not possible:" in output.splitlines()
+
+
 def percent(share: float) -> str:
     return f"{100 * share:g} %"
 
