@@ -148,7 +148,7 @@ def warn_withheld(withheld: Iterable[Decision], reason: str) -> None:
 def _comparison(gain: float, cost: float, without: float) -> str:
     if gain <= 0:
         return "by prediction the ops gain nothing from them"
-    gained = f"they are predicted to save {gain * 1e6:.0f} of {without * 1e6:.0f} µs of all ops"
+    gained = f"they are predicted to save {gain * 1e6:,.0f} of {without * 1e6:,.0f} µs of all ops"
     if cost == 0:
         return f"{gained}, and no other collective loses by them"
     return f"{gained}, and other collectives, which nothing hides then, take {cost * 1e6:.0f} µs"

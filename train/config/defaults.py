@@ -22,11 +22,12 @@ _KEPT = (
     "steps",
     "batch_size",
     "freeze",
+    *OF_MODEL,
     *(f"lora.{field.name}" for field in dataclasses.fields(LoraConfig)),
 )
 #: Fields whose defaults follow from other settings, or from a checkpoint, by dotted name: those
 #: that `implied` may return.
-FOLLOWING = (*_KEPT, *OF_MODEL, "zero")
+FOLLOWING = (*_KEPT, "zero")
 #: Rates of pre-training: those of Llama 3's three models lie on this curve (Llama Team, "The Llama
 #: 3 Herd of Models", 2024, table 3). To tune all weights takes about a thirtieth, and adapters take
 #: ten times as much as that (Schulman et al., "LoRA Without Regret", 2025).
@@ -42,9 +43,9 @@ def implied(config: Config) -> dict[str, Any]:
     An fsdp axis of several devices shards what it can: ZeRO level 3, or 1 beside frozen weights,
     which matmuls cannot gather on every mesh. An optimizer has a learning rate of its own. Weights
     that come from a Hugging Face folder are fine-tuned, and the model of a config.json without a
-    preset is trained, by defaults that follow from the model. A resumed run keeps these, the
-    numbers of steps and of sequences of a step, adapters and what is frozen, as its checkpoint was
-    trained with them.
+    preset is trained, by defaults that follow from the model. A resumed run keeps its learning
+    rate and warm-up, the length and the number of sequences of a step, the number of steps,
+    adapters and what is frozen, as its checkpoint was trained with them.
 
     Args:
       config: what the run is asked for, with the values of its preset for all else.
@@ -55,10 +56,8 @@ def implied(config: Config) -> dict[str, Any]:
     if config.mesh.fsdp > 1:
         level = 1 if Training(config.lora, config.freeze).freezes else 3
         values["zero"] = saved.get("zero", level)
-    if _has_own_defaults(config) is None:
+    if config.resume or _has_own_defaults(config) is None:
         return values
-    if config.resume:
-        return values | {name: saved[name] for name in OF_MODEL if name in saved}
     with suppress(ValueError, ImportError):  # The preparation of the run says what is wrong.
         values |= of_model(with_model_of(config))
     return values

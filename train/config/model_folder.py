@@ -59,8 +59,9 @@ def with_model_of(config: Config) -> Config:
             if field in flags
         )
         raise ValueError(
-            f"{name}={begins!r}: its model is another one: {listed}; leave out --model flags, since"
-            " config.json says what the model is"
+            f"{name}={begins!r}: its model is another one: {listed}; leave out"
+            f" {'--model flags' if config.config is None else '--config, or --model flags'}, since"
+            " its config.json says what the model is"
         )
     padded = dataclasses.replace(model, padded_vocabulary_size=config.model.padded_vocabulary_size)
     # The file may be a link; what belongs to it is beside the link.

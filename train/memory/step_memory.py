@@ -66,10 +66,7 @@ def memory_of(config: Config, mesh: AbstractMesh, *, local_devices: int | None =
       mesh: the mesh; which attention is used depends on its kind of device.
       local_devices: number of devices of a process; None: all.
     """
-    model = ModelFunctions(config, MeshSizes(**mesh.shape), local_devices)
-    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
-    state = state_on_mesh(model, optimizer, mesh)
-    batch = abstract_batch(config)
+    same = config
     # The plain model takes the same memory. What overlap makes of it is traced for its table.
     # Shapes under jax.jit are global: those of the same model in shard_map are a device's.
     if config.overlap == "rewrite-jit":
@@ -77,7 +74,9 @@ def memory_of(config: Config, mesh: AbstractMesh, *, local_devices: int | None =
         config = dataclasses.replace(config, overlap="auto", fp8=None)
         # With level 1, its backward shards the gradients of each microbatch, as with level 2.
         same = dataclasses.replace(config, zero=2 if config.zero == 1 else config.zero)
-        model = ModelFunctions(same, MeshSizes(**mesh.shape), local_devices)
+    model = ModelFunctions(same, MeshSizes(**mesh.shape), local_devices)
+    optimizer = make_optimizer(config.optimizer, config.steps, model.specs)
+    state, batch = state_on_mesh(model, optimizer, mesh), abstract_batch(config)
     step = sharded_step(config, model, optimizer, mesh, rewrite=False)
     jaxpr = jax.make_jaxpr(step)(state, batch).jaxpr
     peak = find_peak(jaxpr, len(jaxpr.invars) - len(batch))

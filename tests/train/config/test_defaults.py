@@ -79,6 +79,16 @@ def test_a_resumed_run_keeps_its_steps_and_their_sequences(name: str, tmp_path: 
     assert getattr(parsed(f"{resume} --config {file}"), name) == 8
 
 
+def test_a_resumed_run_keeps_its_schedule_and_length(tmp_path: Path):
+    flags = "--optimizer.learning-rate 2e-4 --optimizer.warmup-steps 3 --sequence-length 64"
+    began = parsed(flags)
+    resume = saved_run(tmp_path, began)
+    assert parsed(resume).optimizer == began.optimizer
+    assert parsed(resume).sequence_length == 64
+    changed = parsed(f"{resume} --optimizer.warmup-steps 4").optimizer
+    assert changed == dataclasses.replace(began.optimizer, warmup_steps=4)
+
+
 ADAPTERS = (
     "--lora.rank 8 --lora.alpha 64 --lora.rslora --lora.dropout 0.1 --lora.targets q_proj,v_proj"
     " --lora.train layers.*norm.scale --lora.base-format rowwise"

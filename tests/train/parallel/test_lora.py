@@ -299,6 +299,7 @@ def equations(jaxpr):
         ("--lora.rank 4 --lora.targets q_projection", "lora.targets='q_projection'"),
         ("--lora.rank 4 --lora.train nothing.*", "lora.train='nothing.*': matches no parameter"),
         ("--freeze *", "freeze='*': matches all parameters"),
+        ("--freeze * --dry-run --mesh.tensor 0", "freeze='*': matches all parameters"),
         ("--lora.rank 4 --lora.train layers.feed_forward.up.kernel", "train all of its kernels"),
     ],
 )

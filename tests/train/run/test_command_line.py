@@ -261,6 +261,18 @@ def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
     assert re.search(r" left alone\n +\S+ in \S*embed\n", output)
 
 
+def test_a_dry_run_of_explicit_axes_needs_no_zero(capsys):
+    """Its state has no weights in the compute dtype, which that of the same plain step has."""
+    model = "--model.num-layers 1 --sequence-length 16 --batch-size 4 --mesh.data 1 --mesh.tensor 2"
+    totals = []
+    for overlap in ("rewrite-jit", "xla"):
+        main([*shlex.split(model), "--dry-run", "--overlap", overlap])
+        output = capsys.readouterr().out
+        assert "predicted step" in output
+        totals += re.findall(r"^ total +([\d,]+)", output, re.MULTILINE)
+    assert len(totals) == 2 and totals[0] == totals[1]
+
+
 def test_activations_of_a_dry_run_shrink_with_remat(capsys):
     deep = [*TINY, "--model.num-layers", "3", "--sequence-length", "1024"]
 
