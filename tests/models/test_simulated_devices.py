@@ -20,6 +20,7 @@ FLAG = "--xla_force_host_platform_device_count=2"
         (3, -1, "", 3),
         (None, -1, FLAG, -1),  # XLA reads its flags where JAX has no number.
         (3, -1, FLAG, 3),
+        (2, -1, FLAG, -1),  # JAX may have made them already.
         (None, 4, "", 4),
         (3, 4, "", 3),
     ],
