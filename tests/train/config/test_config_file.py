@@ -223,9 +223,20 @@ def test_what_is_not_set_is_null_and_shown_beside_the_file(capsys):
         ({"version": "1.0", "truncation": None, "model": {"type": "BPE", "vocab": {}}},
          "found 'version', 'truncation', 'model.type', ...; give a file that --print-config"),
         ({"steps": {"first": 1}}, "unknown key 'steps.first'"),
-        ({"model": 5}, "model: expected an object with names such as"),
-        ({"steps": [1]}, "steps=[1]: expected a number, a string or null"),
-        ({"steps": True}, "steps=true: expected a number, a string or null"),
+        ({"model": 5}, "model=5: expected an object with names such as 'vocabulary_size'"),
+        ({"steps": [1]}, "steps=[1]: expected a whole number or null"),
+        ({"steps": True}, "steps=true: expected a whole number or null"),
+        ({"steps": 5.5}, "steps=5.5: expected a whole number or null"),
+        ({"steps": "many"}, 'steps="many": expected a whole number or null'),
+        ({"seed": None}, "seed=null: expected a whole number"),
+        ({"optimizer": {"b1": "high"}}, 'optimizer.b1="high": expected a number'),
+        ({"optimizer": {"b1": {}}}, "optimizer.b1={}: expected a number"),
+        ({"model": {"rotary_scaling": {"kind": 5}}},
+         'model.rotary_scaling.kind=5: expected one of "llama3", "yarn"'),
+        ({"data": 1, "eval_data": []}, "eval_data=[]: expected a string or null"),
+        ({"remat": "sometimes"}, 'remat="sometimes": expected one of "none", "dots", '),
+        ({"fp8": "x"}, 'fp8="x": expected one of "tensorwise", "rowwise", "blockwise" or null'),
+        ({"zero": 4}, "zero=4: expected one of 0, 1, 2, 3 or null"),
         ({"resume": "yes"}, 'resume="yes": expected true or false'),
         ({"preset": "llama"}, "preset='llama': expected one of debug"),
         ({"preset": []}, "preset=[]: expected one of debug"),
@@ -235,17 +246,19 @@ def test_what_is_not_set_is_null_and_shown_beside_the_file(capsys):
         (" \n", "is empty; give a file that --print-config wrote, or a Hugging Face config.json"),
         (b"\x93NUMPY", "is a binary file, or not in UTF-8; give a file that --print-config"),
         ("[" * 100_000, "is not JSON"),
-        # Read as the flag of that name.
-        ({"steps": "many"}, "--steps"),
-        ({"remat": "sometimes"}, "--remat"),
-        ({"seed": None}, "--seed"),
-        ({"optimizer": {"b1": {}}}, "optimizer.b1={}: expected a number"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_a_configuration_is_refused(capsys, tmp_path, values, sentence):
     message = refused(capsys, *written(tmp_path / "f", values))
     assert sentence in message
-    assert "/f" in message
+    assert f"error: config='{tmp_path / 'f'}': " in message
+
+
+def test_values_of_a_file_may_be_text_as_in_flags(tmp_path):
+    values = {"steps": "5", "zero": "3", "tune_table": "None", "optimizer": {"clip_norm": "inf"}}
+    config = parse(written(tmp_path / "f", values))
+    assert (config.steps, config.zero, config.tune_table) == (5, 3, None)
+    assert config.optimizer.clip_norm == float("inf")
 
 
 def test_a_file_that_cannot_be_read_is_refused(capsys, tmp_path):
