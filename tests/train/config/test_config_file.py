@@ -16,8 +16,10 @@ import pytest
 from models.hugging_face import ModelFolder
 from tests.models.hugging_face.folders import DATA, NAMES
 from tests.train.config.test_defaults import saved_run
+from train.config import model_folder
 from train.config.checks import warnings_of
-from train.config.defaults import describe_taken, usual_learning_rate
+from train.config.config_file import fields_of_file
+from train.config.defaults import OF_MODEL, describe_taken, usual_learning_rate
 from train.config.model_folder import model_name, with_model_of
 from train.config.presets import PRESETS
 from train.run.command_line import main, parse
@@ -181,6 +183,21 @@ def test_a_file_of_an_earlier_release_is_read_with_current_names(tmp_path):
     assert parse([*file, "--steps", "9"]).optimizer.decay_steps is None
 
 
+def test_a_run_goes_by_the_file_that_it_began_with(monkeypatch, tmp_path):
+    """Which is read once, and may change or go while it trains."""
+    opened, open_regular = [], model_folder.open_regular
+    monkeypatch.setattr(
+        model_folder, "open_regular", lambda path: opened.append(path) or open_regular(path)
+    )
+    path = Path(shutil.copy(DATA / "qwen3" / "config.json", tmp_path))
+    config = parse(["--config", str(path)])
+    path.unlink()
+    assert describe_taken(config)[0].startswith("default for this model: ")
+    assert fields_of_file(str(path)) == {*OF_MODEL}
+    assert opened == [path]
+    assert parse(written(path, {"steps": 5})).steps == 5
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -267,5 +284,7 @@ def test_a_file_that_cannot_be_read_is_refused(capsys, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert "cannot be read (it is a pipe" in refused(capsys, "--config", str(tmp_path / "pipe"))
     file = written(tmp_path / "f", {"preset": "debug"})
+    message = refused(capsys, *file, "--steps", "5", f"--config={tmp_path / 'g'}")
+    assert f"config: expected one file, got '{file[1]}' and '{tmp_path / 'g'}'; give one" in message
     assert "leave out --preset" in refused(capsys, *file, "--preset", "llama3-8b")
     assert parse([*file, "--preset", "debug"]).preset == "debug"
