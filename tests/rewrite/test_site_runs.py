@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
@@ -186,7 +187,13 @@ def test_an_op_that_gathers_its_weight_counts_once() -> None:
     assert ops(plain) == ops(overlapped)
     assert [*ops(plain).values()] == [3]
     assert "fsdp" in plain.table(WIDE)
-    assert "6 plain gathers and sums: 6 sites; pass the function" in plain.table(WIDE)
+    counted = "2 plain gathers and sums: 2 sites, 6 runs (require counts the sites); pass the"
+    assert counted in plain.table(WIDE)
+    assert "3 runs of collective matmuls" in overlapped.table(WIDE)
+    with pytest.raises(
+        ValueError, match=r"require=6: only 2 of 2 .* were replaced \(each counts once, "
+    ):
+        jax.eval_shape(overlap(fun, require=6), *arguments)
 
 
 def test_sites_of_calls_that_are_not_rewritten_count_their_loops() -> None:

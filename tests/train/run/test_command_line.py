@@ -252,7 +252,7 @@ def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
     assert {name.split(".")[0] for name in replaced} == {
         "AttentionProjection", "RowParallelLinear", "GatedFeedForward", "ColumnParallelLinear",
     }  # fmt: skip
-    assert "10 collective matmuls; of 10 the times are predicted" in output
+    assert "10 runs of collective matmuls; of 10 the times are predicted" in output
     # The sum of the times is not that of a step, since layers share what is traced once.
     assert "are hidden under matmuls" in output
     assert re.search(r": \d+ left alone \(--verbose lists them\)", output)
