@@ -200,10 +200,9 @@ def test_sites_and_runs_of_a_loop_are_told_apart() -> None:
         y = lax.psum_scatter(x @ w, AXIS, tiled=True)
         return jnp.tile(y, (2, 1)), lax.psum(y.sum(), AXIS)
 
-    mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
     fun = jax.shard_map(
         lambda x, ws: lax.scan(layer, x, ws),
-        mesh=mesh,
+        mesh=MESH,
         in_specs=(P(None, AXIS), P(None, AXIS)),
         out_specs=(P(AXIS), P()),
         check_vma=False,
