@@ -139,7 +139,7 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
 
     def read(defaults: Mapping[str, Any]) -> Config:
         if given.config:
-            default = read_config(*given.config, given.preset, program, defaults)
+            default = read_config(given.config[0], given.preset, program, defaults)
         else:
             default = with_values(PRESETS[given.preset or "debug"](), defaults)
         return tyro.cli(Config, default=default, args=arguments, prog=program, registry=CHOICES)
