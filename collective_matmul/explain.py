@@ -92,7 +92,7 @@ class Explanation:
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, width: int = WIDTH, verbose: str = "verbose=True") -> str:
+    def table(self, width: int = WIDTH, verbose: str = "explain(fun, verbose=True)") -> str:
         """The table and the totals.
 
         Args:
@@ -143,7 +143,8 @@ class Explanation:
           differs: that way, or "".
         """
         names = " and ".join(sorted({each.site.op for _, each in ops}))
-        total = f"{sum(n for n, _ in ops)} {names if differs else 'collective matmuls'}"
+        what = names if differs else "collective matmuls"
+        total = f"{_counted_runs(sum(n for n, _ in ops))} of {what}"
         known = [(n, each) for n, each in ops if each.seconds and each.reference_seconds]
         if not known:
             return [total]
@@ -175,32 +176,29 @@ class Explanation:
         number = self.merged_by_reference.number
         if not number:
             return []
-        those = "1 op gathers an array" if number == 1 else f"{number} ops gather arrays"
         are_timed = any(each.seconds for each in self.decisions)
         return [
-            f"{those} that another op gathers too. {REFERENCE} gathers an array once for"
+            f"in {_counted_runs(number)}, an op gathers an array that another op gathers too."
+            f" {REFERENCE} gathers an array once for"
             f" all{', and the totals count that' if are_timed else ''}. One call of the op with all"
             " weights, or layers.Shared for the layers, does so with each backend"
         ]
 
     def _total_of_plain(self, verbose: str) -> str:
         """How many plain gathers and sums there are, what becomes of them, and their time."""
-
-        def count(which: Callable[[FoundSite], bool]) -> int:
-            return sum(site.runs for site in self.plain if which(site))
-
-        sites = count(lambda site: site.replaced and not site.kept)
-        kept = count(lambda site: site.kept)
-        alone = count(lambda site: not site.replaced)
-        listed = "" if self.verbose else f" ({verbose} lists them)"
-        parts = {
-            f"{sites} site{'s' * (sites > 1)}; pass the function to overlap to replace"
-            f" {'them' if sites > 1 else 'it'}": sites,
-            f"{kept} kept as written": kept,
-            f"{alone} left alone{listed}": alone,
-        }
-        present = [part for part, number in parts.items() if number]
-        total = f"{count(lambda _: True)} plain gathers and sums: {'; '.join(present)}"
+        sites = [site for site in self.plain if site.replaced and not site.kept]
+        kept = [site for site in self.plain if site.kept]
+        alone = [site for site in self.plain if not site.replaced]
+        is_one = len(sites) == 1
+        replaced = f"; pass the function to overlap to replace {'it' if is_one else 'them'}"
+        listed = "" if self.verbose else f" ({verbose} lists {'them' if len(alone) > 1 else 'it'})"
+        parts = [
+            _counted(sites, "site" if is_one else "sites", " (require counts the sites)", replaced),
+            _counted(kept, "kept as written"),
+            _counted(alone, "left alone", also=listed),
+        ]
+        what = "plain gathers and sums" if len(self.plain) > 1 else "plain gather or sum"
+        total = f"{len(self.plain)} {what}: {'; '.join(filter(None, parts))}"
         known = [(site.runs, site.communication_seconds) for site in self.plain]
         if any(seconds is None for _, seconds in known):
             return total
@@ -226,7 +224,8 @@ def explain(
     Each line is an op of one shape, called at one line of the program. Its columns: how often it
     runs, where, in which pass, its local matmuls, the backend, the predicted microseconds of
     that backend and of xla (including the matmul of a weight gradient in a backward pass), the gain
-    over xla, and the reason.
+    over xla, and the reason. A loop of three steps runs an op three times; as a site, which
+    `overlap` replaces and its `require` counts, it is one place in the program.
 
     The shapes begin with the dtype in which arrays travel and are multiplied. "gathered kept" says
     that the op returns the gathered array too, as a gradient needs it. If the program asks
@@ -390,7 +389,7 @@ def _is_gather_of_an_op(equation: JaxprEqn) -> bool:
 
 
 def _unmeasured(decisions: Sequence[Decision]) -> str | None:
-    """How many sites were decided by models that `tune` can measure; None if there are none."""
+    """How many requests were decided by models that `tune` can measure; None if there are none."""
     tabled = {each.site.flat: each for each in decisions if each.site.is_tabled}
     sites = [site for site, each in tabled.items() if each.is_unmeasured]
     if not sites:
@@ -398,8 +397,8 @@ def _unmeasured(decisions: Sequence[Decision]) -> str | None:
     sizes = " and ".join(map(str, sorted({site.axis_size for site in sites})))
     minutes = math.ceil(estimated_seconds(sites) / 60)
     return (
-        f"{len(sites)} of {len(tabled)} different sites were never measured on {sizes} devices, and"
-        f" their times are a cost model's; collective_matmul.tune measures them there, in about"
+        f"{len(sites)} of {len(tabled)} different shapes were never measured on {sizes} devices,"
+        f" and their times are a cost model's; collective_matmul.tune measures them there, in about"
         f" {minutes} minute{'s' * (minutes > 1)}"
     )
 
@@ -433,6 +432,26 @@ def _line_of_plain(site: FoundSite) -> Line:
     if site.decision is None or site.kept:
         return line
     return replace(line, chosen=f"{site.decision.implementation}, with overlap")
+
+
+def _counted_runs(number: int) -> str:
+    return f"{number:,} run{'s' * (number != 1)}"
+
+
+def _counted(places: Sequence[FoundSite], what: str, of_runs: str = "", also: str = "") -> str:
+    """The number of places in the program, what they are, and the number of their runs.
+
+    Args:
+      places: the places; of none the text is empty.
+      what: what they are.
+      of_runs: what is said behind the number of runs, where it is another one.
+      also: what is said last.
+    """
+    if not places:
+        return ""
+    runs = sum(place.runs for place in places)
+    differ = f", {_counted_runs(runs)}{of_runs}" if runs != len(places) else ""
+    return f"{len(places)} {what}{differ}{also}"
 
 
 def _ratio(reference: float, seconds: float) -> str:

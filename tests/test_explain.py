@@ -114,7 +114,7 @@ def test_another_kind_of_device_can_be_asked_about() -> None:
     hidden = sum(d.hidden_seconds for d in explanation.decisions)
     assert 0 < hidden <= communication < reference
     assert table.splitlines()[-2:] == [
-        f"4 collective matmuls; of 4 the times are predicted: {total * 1e3:.2f} ms,"
+        f"4 runs of collective matmuls; of 4 the times are predicted: {total * 1e3:.2f} ms,"
         f" {reference * 1e3:.2f} ms with xla ({reference / total:.2f}×)",
         f"they communicate for {communication * 1e3:.2f} ms with xla, which hides nothing; of that,"
         f" {hidden * 1e3:.2f} ms ({hidden / communication:.0%}) are hidden under matmuls, and"
@@ -140,12 +140,12 @@ def test_an_a100_has_an_estimate_of_xla_and_rings() -> None:
 @pytest.mark.parametrize(
     ("kind", "unmeasured"), [("NVIDIA Z900", None), ("NVIDIA H100 80GB HBM3", "2")]
 )
-def test_sites_that_were_never_measured_are_counted(kind: str, unmeasured: str | None) -> None:
+def test_shapes_that_were_never_measured_are_counted(kind: str, unmeasured: str | None) -> None:
     device = AbstractDevice(kind, num_cores=132, platform="gpu")
     mesh = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
     shapes = arguments(8192, 8192, 28672, dtype=BFLOAT16)
     counted = re.search(
-        r"^(\d) of 2 different sites were never measured on 8 devices, and their times are a cost"
+        r"^(\d) of 2 different shapes were never measured on 8 devices, and their times are a cost"
         r" model's; collective_matmul.tune measures them there, in about \d+ minutes?$",
         explain(on(mesh), peer_kernels=False)(*shapes).table(WIDE),
         re.MULTILINE,

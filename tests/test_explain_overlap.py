@@ -46,17 +46,17 @@ def test_what_overlap_would_do_with_a_plain_program(make_mesh: MeshFactory) -> N
     # What is left alone is a number, unless a list is asked for.
     (_, *lines, total_alone) = replace(explanation, verbose=False).table(WIDE).splitlines()
     assert [re.split(r"  +", line) for line in lines] == [gather, scatter]
-    assert total_alone == f"{total} alone (verbose=True lists them)"
+    assert total_alone == f"{total} alone (explain(fun, verbose=True) lists it)"
     *_, total_of_a_program = replace(explanation, verbose=False).table(WIDE, "--all").splitlines()
-    assert total_of_a_program == f"{total} alone (--all lists them)"
+    assert total_of_a_program == f"{total} alone (--all lists it)"
 
 
 def test_a_program_without_sites_has_a_total_alone(make_mesh: MeshFactory) -> None:
     sums = jax.shard_map(
         lambda x: lax.psum(x, AXIS), mesh=make_mesh({AXIS: 2}), in_specs=P(AXIS), out_specs=P()
     )
-    total = "1 plain gathers and sums: 1 left alone"
-    assert str(explain(sums)(jnp.ones(4))) == f"{total} (verbose=True lists them)"
+    total = "1 plain gather or sum: 1 left alone"
+    assert str(explain(sums)(jnp.ones(4))) == f"{total} (explain(fun, verbose=True) lists it)"
     *_, last = str(explain(sums, verbose=True)(jnp.ones(4))).splitlines()
     assert last == total
 
@@ -66,7 +66,7 @@ def test_sites_that_keep_their_equations_are_counted_apart(make_mesh: MeshFactor
     kept = replace(site, kept=True, runs=3)
     explanation = Explanation((), (kept,), {kept.line: 3})
     *_, total = explanation.table(WIDE).splitlines()
-    assert total == "3 plain gathers and sums: 3 kept as written"
+    assert total == "1 plain gather or sum: 1 kept as written, 3 runs"
 
 
 def test_what_a_loop_computes_again_counts_with_its_steps(make_mesh: MeshFactory) -> None:
@@ -214,8 +214,8 @@ def test_what_overlap_requires_and_does_not_find_is_explained_in_its_error(
         overlap(fun, require=3)(*(np.zeros(shape.shape, shape.dtype) for shape in shapes))
     sentence, _, table = str(error.value).partition("\n\n")
     assert sentence.endswith(
-        "only 2 of 3 gathers and sums over devices were replaced; require fewer,"
-        " or change the others:"
+        "only 2 of 3 gathers and sums over devices were replaced; require 2, or"
+        " change what is left alone:"
     )
     assert len(f"ValueError: {sentence}") <= 120
     # The lines of explain for what it left alone; sites are no answer, and many in a large model.

@@ -17,7 +17,7 @@ WIDTH = 120
 _LONG, _INDENT = ("where", "local shapes", "dtypes", "why"), "    "
 
 _HEAD = (
-    *("", "where", "pass", "op", "local shapes", "dtypes"),
+    *("runs", "where", "pass", "op", "local shapes", "dtypes"),
     *("chosen", "µs", f"{REFERENCE} µs", "gain", "why"),
 )
 
@@ -81,7 +81,8 @@ def format_table(
 
     Args:
       lines: the lines.
-      runs: counts that are known better than by the number of equal lines.
+      runs: how often a run of the program executes what a line is about; default: once for each of
+        the equal lines.
       width: the number of characters in a line. Where the table would be wider, places, shapes and
         reasons are on lines of their own.
     """

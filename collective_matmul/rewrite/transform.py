@@ -89,9 +89,10 @@ def overlap(
       fun: a function of pytrees of arrays. Flax nnx objects are treated as by `overlap_jit`.
         Arguments of other types are passed on unchanged. It may contain `jax.jit`, gradients,
         `jax.vmap` or `overlap`, and the result may be transformed by them.
-      require: the minimum number of sites: gathers and sums that ops replace. Sites are the same
-        for all devices, also where the decision for these devices is to keep the program's own
-        equations. Only a request for backends that need GPUs depends on the devices of the mesh.
+      require: the minimum number of sites: gathers and sums that ops replace, as places in the
+        program; one in a loop counts once. Sites are the same for all devices, also where the
+        decision for these devices is to keep the program's own equations. Only a request for
+        backends that need GPUs depends on the devices of the mesh.
       fp8: None, or the recipe by which operands of the sites are quantized to 8 bits, as the ops
         take it; or recipes by name, as ``{"feed_forward": "rowwise"}``, for sites whose collective
         is in a `jax.named_scope`, or in a function under `jax.jit`, of that name. The innermost
@@ -277,9 +278,13 @@ def _check(require: int | None, found: list[FoundSite], in_shard_map: bool) -> N
             f"require={require}: the function has no gathers and no sums over devices; require 0,"
             " or pass the function that communicates"
         )
-    counted = f"require={require}: only {replaced} of {len(found)} gathers and sums over devices"
-    if not alone:
-        raise ValueError(f"{counted} were replaced; require at most {replaced}")
-    raise ValueError(
-        f"{counted} were replaced; require fewer, or change the others:\n\n" + table(alone)
+    counted = (
+        f"require={require}: only {replaced} of {len(found)} gathers and sums over devices were"
+        " replaced"
     )
+    if any(site.runs > 1 for site in found):
+        counted += " (each counts once, however often a loop runs it)"
+    if not alone:
+        raise ValueError(f"{counted}; require at most {replaced}")
+    fewer = f"require {replaced}, or " if replaced else ""
+    raise ValueError(f"{counted}; {fewer}change what is left alone:\n\n{table(alone)}")

@@ -534,7 +534,7 @@ def test_explain_counts_runs_and_shows_remarks(make_mesh: MeshFactory) -> None:
     [decision] = explained.decisions
     assert decision.reason.startswith("all ones; ")
     assert [*explained.runs.values()] == [3]
-    assert "3 collective matmuls" in str(explained)
+    assert "3 runs of collective matmuls" in str(explained)
 
 
 def test_tune_measures_both_passes_and_its_table_decides(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
@@ -186,7 +187,38 @@ def test_an_op_that_gathers_its_weight_counts_once() -> None:
     assert ops(plain) == ops(overlapped)
     assert [*ops(plain).values()] == [3]
     assert "fsdp" in plain.table(WIDE)
-    assert "6 plain gathers and sums: 6 sites; pass the function" in plain.table(WIDE)
+    counted = "2 plain gathers and sums: 2 sites, 6 runs (require counts the sites); pass the"
+    assert counted in plain.table(WIDE)
+    assert "3 runs of collective matmuls" in overlapped.table(WIDE)
+
+
+def test_sites_and_runs_of_a_loop_are_told_apart() -> None:
+    """In the totals of `explain`, and in the error of what requires as many sites as there are
+    runs."""
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = lax.psum_scatter(x @ w, AXIS, tiled=True)
+        return jnp.tile(y, (2, 1)), lax.psum(y.sum(), AXIS)
+
+    fun = jax.shard_map(
+        lambda x, ws: lax.scan(layer, x, ws),
+        mesh=MESH,
+        in_specs=(P(None, AXIS), P(None, AXIS)),
+        out_specs=(P(AXIS), P()),
+        check_vma=False,
+    )
+    arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 4), (3, 4, 2))]
+    table = explain(fun)(*arguments).table(WIDE)
+    assert table.splitlines()[-1] == (
+        "2 plain gathers and sums: 1 site, 3 runs (require counts the sites); pass the function to"
+        " overlap to replace it; 1 left alone, 3 runs (explain(fun, verbose=True) lists it)"
+    )
+    with pytest.raises(ValueError, match="require=3: only 1 of 2 ") as error:
+        jax.eval_shape(overlap(fun, require=3), *arguments)
+    sentence, _, table = str(error.value).partition("\n\n")
+    once = "(each counts once, however often a loop runs it)"
+    assert sentence.endswith(f"replaced {once}; require 1, or change what is left alone:")
+    assert [line[:11] for line in table.splitlines() if "×" in line] == ["3×    psum "]
 
 
 def test_sites_of_calls_that_are_not_rewritten_count_their_loops() -> None:

@@ -104,8 +104,8 @@ class Config:
 
     model: LlamaConfig
     config: str | None = None
-    """File with the configuration, as --print-config writes it; flags override what it says. Or a
-    Hugging Face config.json, or its folder, for its model with random weights; without --preset,
+    """One file with the configuration, as --print-config writes it; flags override what it says. Or
+    a Hugging Face config.json, or its folder, for its model with random weights; without --preset,
     the learning rate, warm-up and sequence length follow from the model."""
     preset: str = "debug"
     """Source of the other defaults: debug, or a published model, such as llama3-8b or qwen3-8b."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
+import types
+import typing
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, NoneType
+from typing import Any, Literal
 
 import tyro
 from flax import traverse_util
@@ -25,6 +28,14 @@ from train.config.presets import PRESETS
 _NOT_WRITTEN = ("config", "print_config")
 #: So many names of a file are shown.
 _SHOWN = 3
+#: The types of fields, in words.
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    NoneType: "null",
+}
 
 
 def config_text(config: Config, unset: Collection[str] = ()) -> str:
@@ -75,8 +86,7 @@ def read_config(
 
     Raises:
       ValueError: the file cannot be read or is not JSON; a key is unknown; a value is not of the
-        kind of its field; `preset` is another one than the file's.
-      SystemExit: after printing which value cannot be read.
+        type of its field; `preset` is another one than the file's.
     """
     values = read_object(path)
     if describes_model(values):
@@ -119,15 +129,47 @@ def _as_arguments(values: Mapping[str, Any], default: Config, path: str) -> list
             if any(field.startswith(f"{name}.") for field in fields):
                 continue
         if name not in fields:
-            raise ValueError(f"config={path!r}: {_unknown(name, list(fields))}")
-        is_switch = isinstance(fields[name], bool)
+            raise ValueError(f"config={path!r}: {_unknown(name, value, list(fields))}")
         if _is_unset(name, value):
             continue
-        if isinstance(value, list | dict) or isinstance(value, bool) != is_switch:
-            expected = "true or false" if is_switch else "a number, a string or null"
+        kinds = _kinds_of(name)
+        if not any(_is_of(kind, value) for kind in kinds):
+            *most, last = [_in_words(kind) for kind in kinds]
+            expected = f"{', '.join(most)} or {last}" if most else last
             raise ValueError(f"config={path!r}: {name}={json.dumps(value)}: expected {expected}")
         arguments.append(as_argument(name, value))
     return arguments
+
+
+def _kinds_of(name: str) -> tuple[Any, ...]:
+    """The types that a field may have, by its dotted name: types of `_WORDS`, or a Literal."""
+    kind = functools.reduce(
+        lambda kind, part: typing.get_type_hints(kind)[part], name.split("."), Config
+    )
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(kind) if is_union else (kind,)
+    return (*kinds, NoneType) if name in FOLLOWING and NoneType not in kinds else kinds
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value of a file is one of this type; numbers and None may be text, as in flags."""
+    if isinstance(value, list | dict | bool) or kind is bool:
+        return kind is bool and isinstance(value, bool)
+    if value is None or kind is NoneType:
+        return kind is NoneType and value in (None, "None")
+    if typing.get_origin(kind) is Literal:
+        return str(value) in map(str, typing.get_args(kind))
+    try:
+        kind(str(value))
+    except ValueError:
+        return False
+    return True
+
+
+def _in_words(kind: Any) -> str:
+    if kind in _WORDS:
+        return _WORDS[kind]
+    return f"one of {', '.join(map(json.dumps, typing.get_args(kind)))}"
 
 
 def _is_unset(name: str, value: Any) -> bool:
@@ -156,10 +198,11 @@ def _check_kind(names: Sequence[str], fields: list[str], path: str) -> None:
     )
 
 
-def _unknown(name: str, fields: list[str]) -> str:
-    inside = [field for field in fields if field.startswith(f"{name}.")]
+def _unknown(name: str, value: Any, fields: list[str]) -> str:
+    inside = [field.removeprefix(f"{name}.") for field in fields if field.startswith(f"{name}.")]
     if inside:
-        return f"{name}: expected an object with names such as {inside[0].removeprefix(name)[1:]!r}"
+        found = json.dumps(value)
+        return f"{name}={found}: expected an object with names such as {inside[0]!r}"
     near = difflib.get_close_matches(name, fields, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "see --print-config for what there is"
     return f"unknown key {name!r}; {hint}"

@@ -4,6 +4,7 @@ the config.json that says what its model is."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -103,8 +104,10 @@ def describes_model(values: Mapping[str, Any]) -> bool:
     return bool({"model_type", "architectures"} & set(values))
 
 
-def read_object(path: str) -> dict[str, Any]:
-    """The JSON object that ``--config`` names.
+@functools.cache
+def read_object(path: str) -> Mapping[str, Any]:
+    """The JSON object that ``--config`` names, as it was when it was first read: a run goes by the
+    file that it began with, whatever becomes of it. Parsing a command line reads it anew.
 
     Raises:
       ValueError: the file cannot be read, or has none.

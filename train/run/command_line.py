@@ -28,7 +28,7 @@ from train.config.counts import counted
 from train.config.defaults import FOLLOWING, describe_defaults, implied, with_values
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
-from train.config.model_folder import model_folder, model_name, with_model_of
+from train.config.model_folder import model_folder, model_name, read_object, with_model_of
 from train.config.presets import PRESETS
 from train.config.renamed import current_arguments
 from train.log.metrics import Record
@@ -126,16 +126,22 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     arguments = current_arguments(arguments)
     first = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
     first.add_argument("--preset")
-    first.add_argument("--config")
+    first.add_argument("--config", action="append", default=[])
     given = first.parse_known_args(arguments)[0]
+    if len(given.config) > 1:
+        raise ValueError(
+            f"config: expected one file, got {' and '.join(map(repr, given.config))}; give one, and"
+            " what differs as flags"
+        )
+    read_object.cache_clear()
     if given.preset not in (None, *PRESETS):
         raise ValueError(f"preset={given.preset!r}: expected one of {', '.join(PRESETS)}")
 
     def read(defaults: Mapping[str, Any]) -> Config:
-        if given.config is None:
-            default = with_values(PRESETS[given.preset or "debug"](), defaults)
+        if given.config:
+            default = read_config(given.config[0], given.preset, program, defaults)
         else:
-            default = read_config(given.config, given.preset, program, defaults)
+            default = with_values(PRESETS[given.preset or "debug"](), defaults)
         return tyro.cli(Config, default=default, args=arguments, prog=program, registry=CHOICES)
 
     asked = read({})

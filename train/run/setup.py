@@ -27,7 +27,7 @@ from train.config.counts import counted
 from train.config.defaults import resumed_checkpoint, saved_configuration
 from train.config.model_folder import naming, with_model_of, without_weights
 from train.data.dataset import TextData, open_dataset
-from train.data.tokenizer import load_tokenizer
+from train.data.tokenizer import BYTES, load_tokenizer
 from train.log.log_file import check_log_file
 from train.log.trackers import check_trackers, new_run_id
 from train.optimizer.optimizer import make_optimizer
@@ -39,6 +39,10 @@ from train.processes.connection import check_mesh, is_first
 
 #: Bytes of a text that a dry run reads.
 _BEGINNING = 2**20
+#: Fields that say what text is read, and how.
+_OF_TEXT = ("data", "text_column", "tokenizer", "chat", "chat_template_kwargs")
+#: What is read where such a field is not set.
+_WITHOUT = {"data": "the Python manual", "tokenizer": "bytes"}
 
 
 @dataclass(frozen=True)
@@ -192,8 +196,9 @@ def check_inputs(config: Config, model: ModelFunctions) -> None:
         _check_resumable(resumed_checkpoint(config), config.to_json())
     if config.data is not None:
         _open_text(config, config.data, _BEGINNING)
-    elif config.tokenizer is not None:
-        _check_vocabulary(config, load_tokenizer(config.tokenizer).vocabulary_size)
+    else:
+        tokenizer = BYTES if config.tokenizer is None else load_tokenizer(config.tokenizer)
+        _check_vocabulary(config, tokenizer.vocabulary_size)
     open_held_out(config, _BEGINNING)
     if without_weights(config) is None:
         _open_initial_weights(config, model)
@@ -218,11 +223,20 @@ def _open_text(config: Config, data: str | None, most_bytes: int | None = None) 
 
 def _check_vocabulary(config: Config, tokens: int) -> None:
     """Raises ValueError if a tokenizer has more tokens than the model."""
-    if tokens > config.model.vocabulary_size:
-        raise ValueError(
-            f"model.vocabulary_size={config.model.vocabulary_size}: expected at least the"
-            f" {tokens} tokens of the tokenizer"
-        )
+    if tokens <= config.model.vocabulary_size:
+        return
+    if config.tokenizer is None:
+        needed = f"{tokens}, since without tokenizer each byte of the text is a token"
+    else:
+        needed = f"the {tokens} tokens of tokenizer={config.tokenizer!r}"
+    if config.init_from is None and not config.resume:
+        fix = f"--model.vocabulary-size {tokens} or more, or --tokenizer FILE with fewer tokens"
+    else:
+        fix = "--tokenizer FILE with the tokenizer of these weights"
+    raise ValueError(
+        f"model.vocabulary_size={config.model.vocabulary_size}: expected at least {needed};"
+        f" give {fix}"
+    )
 
 
 def open_held_out(config: Config, most_bytes: int | None = None) -> TextData | None:
@@ -380,17 +394,41 @@ def _check_resumable(checkpoint: SavedCheckpoint, now: Mapping[str, Any]) -> Non
     checkpoint.check_same_model(now)
     saved = checkpoint.configuration()
     check_same_optimizer(saved, now)
-    # The position in the data is a number of sequences, which is meaningless for other data.
-    names = [name for name in ("text", "sequence_length", "seed") if name in now]
-    changed = differences({n: saved.get(n) for n in names}, {n: now[n] for n in names})
-    if changed:
-        listed = ", ".join(f"{name} was {was}, is {new}" for name, (was, new) in changed.items())
-        raise ValueError(
-            f"resume: the checkpoint was saved with other data: {listed}; give the data, tokenizer,"
-            " sequence length and seed it was saved with"
-        )
+    _check_same_data(saved, now)
     if checkpoint.step > now["steps"]:
         raise ValueError(
             f"steps={now['steps']}: the checkpoint already has {counted(checkpoint.step, 'step')};"
             " give --steps a larger number to continue"
         )
+
+
+def _check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compares the sequences of two configurations, the saved one and the run's, which may lack the
+    identity of the text: the position in them is a number, which is meaningless for others.
+
+    Raises:
+      ValueError: they differ.
+    """
+    text, other = saved["text"], now.get("text", saved["text"])
+    names = (*(_OF_TEXT if text != other else ()), "sequence_length", "seed")
+    changed = differences(*({name: each[name] for name in names} for each in (saved, now)))
+    listed = [
+        f"{name} was {_named(name, was)}, is {_named(name, new)}"
+        for name, (was, new) in changed.items()
+    ]
+    if text != other and not listed:
+        was, new = (
+            f"{each['token_count']:,} tokens with sha256 {each['sha256'][:12]}"
+            for each in (text, other)
+        )
+        listed = [f"data={_named('data', now['data'])} had {was}, and has {new}"]
+    if listed:
+        raise ValueError(
+            f"resume: the checkpoint was trained on other data: {'; '.join(listed)}; give the data,"
+            " tokenizer, sequence length and seed that it was trained with, or begin a new run with"
+            " its weights: --init-from CHECKPOINT in place of --resume"
+        )
+
+
+def _named(name: str, value: Any) -> str:
+    return _WITHOUT.get(name, "None") if value is None else repr(value)

@@ -124,7 +124,10 @@ class FoundSites:
 
 def table(sites: Sequence[FoundSite]) -> str:
     """A table of the sites, in the format of `collective_matmul.explain`."""
-    return format_table(site.line for site in sites)
+    runs: Counter[Line] = Counter()
+    for site in sites:
+        runs[site.line] += site.runs
+    return format_table(runs, runs)
 
 
 def reported(

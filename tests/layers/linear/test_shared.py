@@ -308,7 +308,7 @@ def test_explain_counts_what_xla_gathers_once_only_once(mesh: Mesh) -> None:
         explain(parallelize(Gated(), plan, mesh=abstract))(x) for plan in (separate, PLAN)
     )
     assert (alone.merged_by_reference.number, together.merged_by_reference.number) == (1, 0)
-    advice = "1 op gathers an array that another op gathers too"
+    advice = "in 1 run, an op gathers an array that another op gathers too"
     assert (advice in str(alone), advice in str(together)) == (True, False)
 
     def reference_seconds(explained: Explanation) -> float:

@@ -16,8 +16,10 @@ import pytest
 from models.hugging_face import ModelFolder
 from tests.models.hugging_face.folders import DATA, NAMES
 from tests.train.config.test_defaults import saved_run
+from train.config import model_folder
 from train.config.checks import warnings_of
-from train.config.defaults import describe_taken, usual_learning_rate
+from train.config.config_file import fields_of_file
+from train.config.defaults import OF_MODEL, describe_taken, usual_learning_rate
 from train.config.model_folder import model_name, with_model_of
 from train.config.presets import PRESETS
 from train.run.command_line import main, parse
@@ -181,6 +183,21 @@ def test_a_file_of_an_earlier_release_is_read_with_current_names(tmp_path):
     assert parse([*file, "--steps", "9"]).optimizer.decay_steps is None
 
 
+def test_a_run_goes_by_the_file_that_it_began_with(monkeypatch, tmp_path):
+    """Which is read once, and may change or go while it trains."""
+    opened, open_regular = [], model_folder.open_regular
+    monkeypatch.setattr(
+        model_folder, "open_regular", lambda path: opened.append(path) or open_regular(path)
+    )
+    path = Path(shutil.copy(DATA / "qwen3" / "config.json", tmp_path))
+    config = parse(["--config", str(path)])
+    path.unlink()
+    assert describe_taken(config)[0].startswith("default for this model: ")
+    assert fields_of_file(str(path)) == {*OF_MODEL}
+    assert opened == [path]
+    assert parse(written(path, {"steps": 5})).steps == 5
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -223,9 +240,20 @@ def test_what_is_not_set_is_null_and_shown_beside_the_file(capsys):
         ({"version": "1.0", "truncation": None, "model": {"type": "BPE", "vocab": {}}},
          "found 'version', 'truncation', 'model.type', ...; give a file that --print-config"),
         ({"steps": {"first": 1}}, "unknown key 'steps.first'"),
-        ({"model": 5}, "model: expected an object with names such as"),
-        ({"steps": [1]}, "steps=[1]: expected a number, a string or null"),
-        ({"steps": True}, "steps=true: expected a number, a string or null"),
+        ({"model": 5}, "model=5: expected an object with names such as 'vocabulary_size'"),
+        ({"steps": [1]}, "steps=[1]: expected a whole number or null"),
+        ({"steps": True}, "steps=true: expected a whole number or null"),
+        ({"steps": 5.5}, "steps=5.5: expected a whole number or null"),
+        ({"steps": "many"}, 'steps="many": expected a whole number or null'),
+        ({"seed": None}, "seed=null: expected a whole number"),
+        ({"optimizer": {"b1": "high"}}, 'optimizer.b1="high": expected a number'),
+        ({"optimizer": {"b1": {}}}, "optimizer.b1={}: expected a number"),
+        ({"model": {"rotary_scaling": {"kind": 5}}},
+         'model.rotary_scaling.kind=5: expected one of "llama3", "yarn"'),
+        ({"data": 1, "eval_data": []}, "eval_data=[]: expected a string or null"),
+        ({"remat": "sometimes"}, 'remat="sometimes": expected one of "none", "dots", '),
+        ({"fp8": "x"}, 'fp8="x": expected one of "tensorwise", "rowwise", "blockwise" or null'),
+        ({"zero": 4}, "zero=4: expected one of 0, 1, 2, 3 or null"),
         ({"resume": "yes"}, 'resume="yes": expected true or false'),
         ({"preset": "llama"}, "preset='llama': expected one of debug"),
         ({"preset": []}, "preset=[]: expected one of debug"),
@@ -235,17 +263,19 @@ def test_what_is_not_set_is_null_and_shown_beside_the_file(capsys):
         (" \n", "is empty; give a file that --print-config wrote, or a Hugging Face config.json"),
         (b"\x93NUMPY", "is a binary file, or not in UTF-8; give a file that --print-config"),
         ("[" * 100_000, "is not JSON"),
-        # Read as the flag of that name.
-        ({"steps": "many"}, "--steps"),
-        ({"remat": "sometimes"}, "--remat"),
-        ({"seed": None}, "--seed"),
-        ({"optimizer": {"b1": {}}}, "optimizer.b1={}: expected a number"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_a_configuration_is_refused(capsys, tmp_path, values, sentence):
     message = refused(capsys, *written(tmp_path / "f", values))
     assert sentence in message
-    assert "/f" in message
+    assert f"error: config='{tmp_path / 'f'}': " in message
+
+
+def test_values_of_a_file_may_be_text_as_in_flags(tmp_path):
+    values = {"steps": "5", "zero": "3", "tune_table": "None", "optimizer": {"clip_norm": "inf"}}
+    config = parse(written(tmp_path / "f", values))
+    assert (config.steps, config.zero, config.tune_table) == (5, 3, None)
+    assert config.optimizer.clip_norm == float("inf")
 
 
 def test_a_file_that_cannot_be_read_is_refused(capsys, tmp_path):
@@ -254,5 +284,7 @@ def test_a_file_that_cannot_be_read_is_refused(capsys, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert "cannot be read (it is a pipe" in refused(capsys, "--config", str(tmp_path / "pipe"))
     file = written(tmp_path / "f", {"preset": "debug"})
+    message = refused(capsys, *file, "--steps", "5", f"--config={tmp_path / 'g'}")
+    assert f"config: expected one file, got '{file[1]}' and '{tmp_path / 'g'}'; give one" in message
     assert "leave out --preset" in refused(capsys, *file, "--preset", "llama3-8b")
     assert parse([*file, "--preset", "debug"]).preset == "debug"

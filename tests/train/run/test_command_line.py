@@ -252,7 +252,7 @@ def test_dry_run_of_a_plain_model_lists_what_overlap_replaces(capsys):
     assert {name.split(".")[0] for name in replaced} == {
         "AttentionProjection", "RowParallelLinear", "GatedFeedForward", "ColumnParallelLinear",
     }  # fmt: skip
-    assert "10 collective matmuls; of 10 the times are predicted" in output
+    assert "10 runs of collective matmuls; of 10 the times are predicted" in output
     # The sum of the times is not that of a step, since layers share what is traced once.
     assert "are hidden under matmuls" in output
     assert re.search(r": \d+ left alone \(--verbose lists them\)", output)
@@ -321,7 +321,9 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
         ("--loss-chunk 1", "loss_chunk=1: expected at least mesh.tensor=2, a token for each"),
         ("--sequence-length 17", "sequence_length=17 is not divisible by mesh.tensor=2; nearest"),
         ("--batch-size 3", "batch_size=3 is not divisible by mesh.data=2 × mesh.fsdp=1 ×"),
-        ("--model.vocabulary-size 128", "model.vocabulary_size=128: expected at least the 256"),
+        ("--model.vocabulary-size 128", "model.vocabulary_size=128: expected at least 256, since"
+         " without tokenizer each byte of the text is a token; give --model.vocabulary-size 256 or"
+         " more, or --tokenizer FILE with fewer tokens"),
         ("--model.num-heads 24 --model.num-key-value-heads 3", "num_key_value_heads=3 is not div"),
         ("--data missing.txt", "data='missing.txt'"),
         ("--resume", "resume: expected checkpoint_dir too; add --checkpoint-dir DIR"),
@@ -469,3 +471,31 @@ def test_gradient_accumulation_and_jsonl_data(capsys, tmp_path):
     output = printed(capsys, ["--data", str(tmp_path / "*.jsonl"), *arguments])
     assert "part.jsonl" in output or "*.jsonl" in output
     assert "done: 6 steps" in output
+
+
+def test_a_resume_with_other_data_names_both_texts(capsys, tmp_path):
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_text("The first text. " * 100)
+    second.write_text("Another text. " * 100)
+    run = ["--steps", "1", "--checkpoint-dir", str(tmp_path / "run")]
+    printed(capsys, [*run, "--data", str(first)])
+    again = [*run, "--steps", "2", "--resume"]
+    other = "resume: the checkpoint was trained on other data: "
+    fix = "; give the data, tokenizer, sequence length and seed that it was trained with, or begin"
+    message = refused(capsys, [*again, "--data", str(second)])
+    assert f"{other}data was '{first}', is '{second}'{fix}" in message
+    message = refused(capsys, again)
+    assert f"{other}data was '{first}', is the Python manual{fix}" in message
+    same = [*again, "--data", str(first)]
+    message = refused(capsys, [*same, "--seed", "7"])
+    assert f"{other}seed was 0, is 7{fix}" in message
+    # Elsewhere, the same text is the same.
+    first.rename(second)
+    assert "resumed" in printed(capsys, [*again, "--data", str(second)])
+    first.write_text("The first text. " * 50)
+    message = refused(capsys, [*same, "--steps", "3"])
+    assert re.search(rf"{other}data was '{second}', is '{first}'", message)
+    second.write_text("The first text. " * 50)
+    message = refused(capsys, [*again, "--steps", "3", "--data", str(second)])
+    had = r"had 1,601 tokens with sha256 \w{12}, and has 801 tokens with sha256 \w{12}"
+    assert re.search(rf"{other}data={str(second)!r} {had}{fix}", message)

@@ -51,7 +51,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--eval-data gone.txt", "eval_data: data='gone.txt': no file matches"),
         ("--tokenizer gone.json", "tokenizer='gone.json': cannot be read"),
         ("--tokenizer {folder}/short.txt", "not a Hugging Face tokenizer"),
-        ("--tokenizer {llama}/tokenizer.json", "model.vocabulary_size=256: expected at least"),
+        ("--tokenizer {llama}/tokenizer.json", "model.vocabulary_size=256: expected at least the"
+         " 260 tokens of tokenizer='{llama}/tokenizer.json'; give --model.vocabulary-size 260 or"),
+        ("--tokenizer {llama}/tokenizer.json --init-from {folder}/run",
+         "expected at least the 260 tokens of tokenizer='{llama}/tokenizer.json'; give --tokenizer"
+         " FILE with the tokenizer of these weights"),
+        ("--model.vocabulary-size 128", "expected at least 256, since without tokenizer"),
         ("--chat --data {folder}/chat.jsonl --init-from {llama}", "has no answer"),
         ("--init-from {folder}/run --model.features 64", "a checkpoint from another model"),
         ("--resume --checkpoint-dir {folder}/run --model.features 64", "from another model"),
@@ -60,11 +65,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--resume-step 3 --checkpoint-dir {folder}/run", "resume_step=3: not among"),
         ("--resume --checkpoint-dir {folder}/nothing", "holds no checkpoint"),
     ],
-)
+)  # fmt: skip
 def test_a_dry_run_refuses_what_a_run_refuses_in_its_words(flags, sentence, folder, capsys):
     arguments = shlex.split(flags.format(folder=folder, llama=LLAMA))
     message = refused(capsys, *arguments, "--dry-run")
-    assert sentence in message
+    assert sentence.format(folder=folder, llama=LLAMA) in message
     assert not (folder / "nothing").exists()
     assert message == refused(capsys, *arguments)
 
