@@ -60,6 +60,8 @@ from train.run.unsupported_flags import naming_flags
 
 #: Flags that say where one run begins and ends, which a run after it does not repeat.
 _OF_ONE_RUN = ("--resume", "--resume-step", "--steps", "--profile", "--profile-dir")
+#: Fields that ask for something else than training, of which one can be done.
+_IN_PLACE_OF_TRAINING = ("plan", "dry_run", "eval_only", "tune")
 
 
 def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
@@ -81,6 +83,7 @@ def _carry_out(
     if config.print_config:
         _print_config(config, arguments)
         return
+    _check_one_task(config)
     set_memory_fraction()
     # JAX's attention and optax mix dtypes, which the environment may forbid.
     jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -146,6 +149,17 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     groups = (name.partition(".") for name in _fields_given(arguments))
     check_adapters(config.lora, {field for group, _, field in groups if group == "lora"})
     return config
+
+
+def _check_one_task(config: Config) -> None:
+    """Raises ValueError if several things are asked for in place of training."""
+    asked = [name for name in _IN_PLACE_OF_TRAINING if getattr(config, name)]
+    if len(asked) > 1:
+        flags = (f"--{name.replace('_', '-')}" for name in asked)
+        raise ValueError(
+            f"{', '.join(f'{name}=True' for name in asked)}: expected one of them, since each is"
+            f" done in place of training; leave out {' or '.join(flags)}"
+        )
 
 
 def _print_config(config: Config, arguments: Sequence[str]) -> None:
