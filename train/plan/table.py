@@ -57,7 +57,8 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
       console: where to.
 
     Raises:
-      ValueError: if nothing is known of the machine.
+      ValueError: if nothing is known of the machine, or a run would refuse what is asked for on
+        every mesh.
     """
     _check_names_a_model(config, arguments)
     _check_trains_some(config)
@@ -66,6 +67,8 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
         raise ValueError(f"plan: {reason}; see what fits with --dry-run")
     plan = make_plan(config, machine)
     trace_first(plan, machine)
+    if not plan.fitting and not plan.is_too_large:
+        raise ValueError(_impossible(config, plan, machine))
     batch = planned_batch_size(config, machine.devices)
     gpus = f"{machine.devices} × {machine.device_kind}"
     lines = [
@@ -91,7 +94,7 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
             _print(console, "add --data and --tokenizer: without, it trains on a text as bytes")
         elif config.data is None:
             _print(console, "add --data: without, it trains on the Python manual")
-    _print(console, *_left_out(config, plan, machine))
+    _print(console, *_left_out(plan, machine))
     _print(console, *_advice(config, plan, machine))
     return bool(best)
 
@@ -296,11 +299,17 @@ def _about_best(plan: Plan) -> list[str]:
     return lines
 
 
-def _left_out(config: Config, plan: Plan, machine: Machine) -> list[str]:
+def _impossible(config: Config, plan: Plan, machine: Machine) -> str:
+    """Why a plan has nothing to try, in the words of a run: no mesh has the axes that were asked
+    for, or each is refused."""
+    if not plan.refused:
+        return unfit_mesh(config, machine.devices)
+    return "; ".join(plan.nearest[reason][1] for reason, _ in plan.refused.most_common())
+
+
+def _left_out(plan: Plan, machine: Machine) -> list[str]:
     """How much memory a plan uses, and what does not fit, as lines."""
     refused = sum(plan.refused.values())
-    if not refused and not plan.candidates:
-        return [unfit_mesh(config, machine.devices)]
     memory = (
         f"of a GPU's memory JAX may use {machine.memory / 1e9:.1f} GB; a plan uses up to"
         f" {machine.limit / 1e9:.1f} GB, since estimates have been up to {MARGIN:.1%} too low"

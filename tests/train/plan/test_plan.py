@@ -541,15 +541,18 @@ def test_every_gpu_of_a_dry_run_has_rates() -> None:
         (16, "--mesh.tensor 16", "mesh.tensor=16: expected a divisor of the 8 GPUs of a node"),
         (8, "--mesh.data 3 --mesh.tensor 2", "mesh.tensor=2 has 6 of 8 devices; expected a mesh"),
         (8, "--mesh.data -1", "mesh.data=-1: expected a number of devices, or 0 for what fits;"),
+        (8, "--mesh.fsdp 8 --batch-size 6", "batch_size=6 is not divisible by mesh.data=1 ×"),
+        (8, "--overlap nosuch", "overlap='nosuch': expected auto, rewrite, rewrite-jit, or one"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_refused_as_by_a_run(devices, flags, sentence, capsys) -> None:
+def test_what_fits_no_mesh_is_refused_as_by_a_run(devices, flags, sentence, capsys) -> None:
+    """By an error alone: more memory would not help."""
     model = shlex.split(f"--preset llama3-8b --device H100 --devices {devices}")
-    with pytest.raises(SystemExit, match=r"^1$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         main(["--plan", *model, *flags.split()])
-    output = capsys.readouterr().out
-    assert sentence in output
-    assert "nothing fits" not in output  # More memory would not help.
+    output = capsys.readouterr()
+    assert output.err.startswith("error: ") and sentence in output.err
+    assert output.out == ""
 
 
 def test_a_plan_asks_for_a_model(capsys) -> None:
