@@ -555,6 +555,14 @@ def test_what_fits_no_mesh_is_refused_as_by_a_run(devices, flags, sentence, caps
     assert output.out == ""
 
 
+def test_all_that_was_not_measured_is_said() -> None:
+    """Of a mesh beyond a node both the number of GPUs and the network."""
+    run, count, network = config(), "steps were measured on up to 4 GPUs", "50 GB/s per GPU between"
+    for devices, said in ((4, []), (8, [count]), (16, [count, network])):
+        reasons = predict_run(run, MeshSizes(fsdp=devices), H100, "cudnn").extrapolated
+        assert [each for each in (count, network) if each in reasons] == said
+
+
 def test_a_plan_asks_for_a_model(capsys) -> None:
     machine = ["--plan", "--device", "H100", "--devices", "2"]
     with pytest.raises(SystemExit, match=r"^2$"):
