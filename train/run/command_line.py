@@ -18,6 +18,7 @@ from flax import traverse_util
 from rich.console import Console
 
 from models.choices import CHOICES
+from models.config import LlamaConfig
 from models.simulated_devices import simulate_devices
 from train.checkpoint.checkpoint import SaveError
 from train.config.checks import check_adapters, warnings_of
@@ -28,7 +29,14 @@ from train.config.counts import counted
 from train.config.defaults import FOLLOWING, describe_defaults, implied, with_values
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
-from train.config.model_folder import model_folder, model_name, with_model_of
+from train.config.model_folder import (
+    check_asked_model,
+    described_model,
+    is_model_of_preset,
+    model_folder,
+    model_name,
+    with_model_of,
+)
 from train.config.presets import PRESETS
 from train.config.renamed import current_arguments
 from train.log.metrics import Record
@@ -122,8 +130,8 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     Flags and values of earlier releases are accepted, with a warning on stderr.
 
     Raises:
-      ValueError: for an unknown preset, a file that is not a configuration, or settings of adapters
-        without their rank.
+      ValueError: for an unknown preset, a file that is not a configuration, another model than that
+        of the folder to begin with, or settings of adapters without their rank.
       SystemExit: after printing help, or an error in the arguments.
     """
     arguments = current_arguments(arguments)
@@ -134,16 +142,22 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     if given.preset not in (None, *PRESETS):
         raise ValueError(f"preset={given.preset!r}: expected one of {', '.join(PRESETS)}")
 
-    def read(defaults: Mapping[str, Any]) -> Config:
+    def read(defaults: Mapping[str, Any], model: LlamaConfig | None = None) -> Config:
         if given.config is None:
             default = with_values(PRESETS[given.preset or "debug"](), defaults)
         else:
             default = read_config(given.config, given.preset, program, defaults)
+        if model is not None and is_model_of_preset(default):
+            default = dataclasses.replace(default, model=model)
         return tyro.cli(Config, default=default, args=arguments, prog=program, registry=CHOICES)
 
-    asked = read({})
-    defaults = implied(asked)
-    config = read(defaults) if defaults else asked
+    config = asked = read({})
+    model = described_model(asked)
+    if model is not None:
+        config = asked = read({}, model)
+        check_asked_model(asked, model)
+    if defaults := implied(asked):
+        config = read(defaults, model)
     if config.lora.rank is None:  # What else a checkpoint's adapters had is not asked for either.
         config = dataclasses.replace(config, lora=asked.lora)
     groups = (name.partition(".") for name in _fields_given(arguments))
