@@ -45,7 +45,7 @@ from train.optimizer.muon import describe_muon
 from train.optimizer.schedule import describe_schedule
 from train.parallel.model import describe_trained
 from train.parallel.zero import describe_zero
-from train.plan.mesh_choice import planned_mesh_sizes
+from train.plan.mesh_choice import describe_unpredicted, planned_mesh_sizes
 from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, describe_step_time, predict_run
 from train.plan.step_time import unpredicted_reason
@@ -249,22 +249,24 @@ def announce(setup: Setup, console: Console) -> None:
     """Prints what is trained: the model, the mesh and the data."""
     config, mesh, text = setup.config, setup.mesh, setup.text
     kind, unused = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
+    sizes = MeshSizes(**mesh.shape)
     rest = f"; {unused} more are not used" if unused else ""
     for line in (
         f"{model_name(config)}: {setup.model.parameter_count:,} parameters,"
         f" {counted(config.model.num_layers, 'layer')},"
         f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
-        f"mesh: {MeshSizes(**mesh.shape)} of {kind} devices{rest}",
+        f"mesh: {sizes} of {kind} devices{rest}",
+        *describe_unpredicted(config, sizes, kind),
         *describe_memory(mesh.local_devices[0]),
         *describe_processes(),
-        *describe_zero(config, setup.model, MeshSizes(**mesh.shape)),
-        *describe_experts(config, MeshSizes(**mesh.shape), setup.model.active_parameter_count),
+        *describe_zero(config, setup.model, sizes),
+        *describe_experts(config, sizes, setup.model.active_parameter_count),
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {counted(text.sequences_per_epoch, 'sequence')} per epoch, sha256 {text.sha256}",
         _describe_length(config, text.sequences_per_epoch),
         *describe_held_out(setup),
-        *describe_context(config, MeshSizes(**mesh.shape)),
-        *describe_loss_chunks(config, MeshSizes(**mesh.shape)),
+        *describe_context(config, sizes),
+        *describe_loss_chunks(config, sizes),
         *describe_trained(setup.model),
         *describe_muon(config.optimizer, setup.model.abstract_params),
         describe_schedule(config.optimizer, config.steps),

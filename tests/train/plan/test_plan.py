@@ -37,6 +37,7 @@ from train.plan.rates import RATES
 from train.plan.run import describe_step_time, predict_run
 from train.plan.step_time import StepTime, predict
 from train.plan.traced_rows import TOO_HIGH, TOO_HIGH_BESIDE_FROZEN
+from train.run import command_line
 from train.run.command_line import main, parse
 
 H100, H200 = (GPUS[name].device.device_kind for name in ("H100", "H200"))
@@ -526,6 +527,26 @@ def test_a_resumed_run_keeps_its_mesh(monkeypatch) -> None:
         assert planned_mesh_sizes(run, 8, 8, kind) == MeshSizes(fsdp=2, tensor=4)
         others = dataclasses.replace(run, mesh=MeshConfig(fsdp=4))
         assert planned_mesh_sizes(others, 8, 8, kind).fsdp == 4
+
+
+def test_a_dry_run_says_where_a_run_here_takes_another_mesh(monkeypatch, capsys) -> None:
+    """It predicts for GPUs, and on simulated devices a run predicts nothing."""
+    short = shlex.split("--preset debug --model.num-layers 1 --sequence-length 16")
+    said = (
+        "this mesh is chosen for NVIDIA H200; a run on the 8 cpu devices here would take data=1 ×"
+        " fsdp=1 × tensor=8, since no step time is predicted there"
+    )
+    for flags, is_said in (("", True), ("--mesh.tensor 2", False), ("--mesh.data 16", False)):
+        main([*short, "--dry-run", *flags.split()])
+        assert (said in capsys.readouterr().out) == is_said
+    monkeypatch.setattr(command_line, "train", lambda setup, *_, **__: [])
+    monkeypatch.setattr(command_line, "conclude", lambda *_: None)
+    line = (
+        "\ntensor=8: as many devices as divide the model, since no step time is predicted for cpu"
+    )
+    for flags, is_said in (("", True), ("--mesh.tensor 2", False)):
+        main([*short, *flags.split()])
+        assert (line in capsys.readouterr().out) == is_said
 
 
 def test_every_gpu_of_a_dry_run_has_rates() -> None:
