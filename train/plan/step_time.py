@@ -17,6 +17,8 @@ from train.plan.shapes import Shapes
 _IDLE_SECONDS = 0.7e-3
 #: Bytes per second that a GPU sends to other nodes, if nothing is said: one port of 400 Gbit/s.
 NETWORK_BYTES = 50e9
+#: How the parts of a `StepTime` are announced.
+BY_PART = "part by part in ms, with the communication that nothing hides"
 
 
 @dataclass(frozen=True)

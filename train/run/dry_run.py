@@ -32,6 +32,7 @@ from train.plan.memory_estimate import predict_memory
 from train.plan.mesh_choice import describe_faster_mesh, describe_mesh_here
 from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, attention_of, predict_run
+from train.plan.step_time import BY_PART
 from train.run.setup import check_inputs, with_padding
 from train.step import sharded_step
 
@@ -159,7 +160,7 @@ def _describe_prediction(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -
         prediction = predict_run(config, sizes, kind, kernel)
     except ValueError as error:
         return [str(error)]
-    parts = f"all of a step, of communication what nothing hides: {prediction.time}"
+    parts = f"the whole step, {BY_PART}: {prediction.time}"
     return [parts, *describe_faster_mesh(config, sizes, kind, kernel), str(prediction)]
 
 

@@ -378,7 +378,9 @@ def test_its_commands_run_the_first_and_check_it_here(capsys) -> None:
     assert checked == dataclasses.replace(first, dry_run=True, device="H100", plan_network=40.0)
     main(shlex.split(commands["check the first without GPUs"]))
     assert f"that JAX may use of {H100}" in capsys.readouterr().out
-    [mesh] = re.findall("another row, plan its mesh, as of the second: (.*)$", output, re.MULTILINE)
+    [mesh] = re.findall(
+        "another row, add its mesh to this plan; the second's: (.*)$", output, re.MULTILINE
+    )
     main(["--plan", *EIGHT, *shlex.split(mesh)])
     again = capsys.readouterr().out
     rows, of_mesh = (re.findall("^data=.*$", text, re.MULTILINE) for text in (output, again))
@@ -396,7 +398,7 @@ def test_it_says_what_attention_needs_on_the_gpus(missing, monkeypatch, capsys) 
     main(["--plan", *EIGHT])
     chosen = capsys.readouterr().out
     assert f"attention by {'flash3' if missing is None else 'cudnn'}" in chosen
-    assert ("--attention flash3 plans for GPUs" in chosen) == (missing is not None)
+    assert ("add --attention flash3 to plan for" in chosen) == (missing is not None)
 
 
 @pytest.mark.parametrize(("layers", "fits"), [(2, True), (32, False)])
@@ -465,7 +467,7 @@ def test_a_dry_run_ends_with_the_predicted_step_time(capsys) -> None:
     assert ", 1 sequence of 8,192 tokens per step" in output
     assert output.count("flash3 would") <= 1
     # The parts add up as they are printed.
-    [parts, total] = re.findall(r"^all of a step, .*: (.*) = (.*) ms$", output, re.MULTILINE)[0]
+    [parts, total] = re.findall(r"^the whole step, .*: (.*) = (.*) ms$", output, re.MULTILINE)[0]
     added = sum(float(part.rpartition(" ")[2]) for part in parts.split(" + "))
     assert f"predicted step: {total} ms" in last and added == pytest.approx(float(total), abs=1e-6)
 
@@ -530,23 +532,23 @@ def test_a_resumed_run_keeps_its_mesh(monkeypatch) -> None:
 
 
 def test_a_dry_run_says_where_a_run_here_takes_another_mesh(monkeypatch, capsys) -> None:
-    """It predicts for GPUs, and on simulated devices a run predicts nothing."""
+    """A dry run predicts for GPUs, and on simulated devices a run predicts nothing."""
     short = shlex.split("--preset debug --model.num-layers 1 --sequence-length 16")
-    said = (
+    sentence = (
         "this mesh is chosen for NVIDIA H200; a run on the 8 cpu devices here would take data=1 ×"
         " fsdp=1 × tensor=8, since no step time is predicted there"
     )
-    for flags, is_said in (("", True), ("--mesh.tensor 2", False), ("--mesh.data 16", False)):
+    for flags, is_printed in (("", True), ("--mesh.tensor 2", False), ("--mesh.data 16", False)):
         main([*short, "--dry-run", *flags.split()])
-        assert (said in capsys.readouterr().out) == is_said
+        assert (sentence in capsys.readouterr().out) == is_printed
     monkeypatch.setattr(command_line, "train", lambda setup, *_, **__: [])
     monkeypatch.setattr(command_line, "conclude", lambda *_: None)
     line = (
         "\ntensor=8: as many devices as divide the model, since no step time is predicted for cpu"
     )
-    for flags, is_said in (("", True), ("--mesh.tensor 2", False)):
+    for flags, is_printed in (("", True), ("--mesh.tensor 2", False)):
         main([*short, *flags.split()])
-        assert (line in capsys.readouterr().out) == is_said
+        assert (line in capsys.readouterr().out) == is_printed
 
 
 def test_every_gpu_of_a_dry_run_has_rates() -> None:
@@ -576,12 +578,12 @@ def test_what_fits_no_mesh_is_refused_as_by_a_run(devices, flags, sentence, caps
     assert output.out == ""
 
 
-def test_all_that_was_not_measured_is_said() -> None:
-    """Of a mesh beyond a node both the number of GPUs and the network."""
+def test_a_prediction_names_all_that_was_not_measured() -> None:
+    """A mesh beyond a node has both the number of GPUs and the network."""
     run, count, network = config(), "steps were measured on up to 4 GPUs", "50 GB/s per GPU between"
-    for devices, said in ((4, []), (8, [count]), (16, [count, network])):
+    for devices, expected in ((4, []), (8, [count]), (16, [count, network])):
         reasons = predict_run(run, MeshSizes(fsdp=devices), H100, "cudnn").extrapolated
-        assert [each for each in (count, network) if each in reasons] == said
+        assert [each for each in (count, network) if each in reasons] == expected
 
 
 def test_a_plan_asks_for_a_model(capsys) -> None:
@@ -682,7 +684,7 @@ def test_adapters_are_planned(capsys) -> None:
     output = capsys.readouterr().out
     [command] = re.findall("^to run the first: python -m train (.*)$", output, re.MULTILINE)
     assert parse(shlex.split(command)).lora == IN_8_BITS
-    assert "rows in 8 bits, which --lora.base-format asks for" in output
+    assert "rows in 8 bits (--lora.base-format) round" in output
     assert "MFU does not count gradients for frozen weights" in output
     # What a run would refuse.
     with pytest.raises(SystemExit):
