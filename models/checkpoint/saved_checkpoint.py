@@ -243,12 +243,19 @@ def find_checkpoint(
     Raises:
         ValueError: there is none.
     """
-    check_folder(path, expected)
     # `Path.resolve` raises RuntimeError for a circle of links.
     folder = Path(os.path.realpath(expanded(path)))
-    if _step_of(folder.name) is not None and _is_whole(folder):
-        return SavedCheckpoint(folder)
     steps = whole_steps(folder)
+    if _step_of(folder.name) is not None:
+        if _is_whole(folder):
+            return SavedCheckpoint(folder)
+        beside = whole_steps(folder.parent)
+        if beside and not steps:
+            raise ValueError(
+                f"{str(path)!r}: is no checkpoint; {str(folder.parent)!r} has those of the steps"
+                f" {', '.join(map(str, beside))}; give one of them, or the directory for the newest"
+            )
+    check_folder(path, expected)
     if not steps:
         raise ValueError(f"{str(path)!r}: holds no checkpoint; give {expected}")
     return SavedCheckpoint(folder / f"{PREFIX}_{steps[-1]}")

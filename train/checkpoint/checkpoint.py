@@ -71,8 +71,9 @@ class Checkpoints:
 
         Raises:
             ValueError: a number is not positive; the directory cannot be written, or another run
-              uses it; it holds checkpoints and ``resume`` is False, or none and it is True; it does
-              not hold ``resume_step``; a ``step_N`` in it is not a checkpoint.
+              uses it; it holds checkpoints, or is inside a directory that does, and ``resume`` is
+              False, or it holds none and it is True; it does not hold ``resume_step``; a ``step_N``
+              in it is not a checkpoint.
         """
         for name, value in (("max_to_keep", max_to_keep), ("save_interval", save_interval)):
             if value < 1:
@@ -80,6 +81,8 @@ class Checkpoints:
         self._lock: RunLock | None = None
         try:
             with together():
+                if not resume:
+                    _check_not_within(directory)
                 self._directory, self._lock = _open_directory(directory)
             # Process 0 has locked it and written nothing else yet.
             found = {
@@ -278,6 +281,21 @@ def _open_directory(directory: str | Path) -> tuple[Path, RunLock | None]:
             f"checkpoint_dir={str(directory)!r}: cannot be written ({error.strerror}); "
             "give a directory that can"
         ) from None
+
+
+def _check_not_within(directory: str | Path) -> None:
+    """Raises ValueError if a new run would be inside a checkpoint, with which it would be deleted,
+    or beside the checkpoints of a run, whose model would be taken for its own."""
+    for outer in expanded(directory).resolve().parents[:2]:
+        steps: list[int] = []
+        with suppress(OSError):  # What cannot be read has no checkpoints that can be used.
+            steps = whole_steps(outer)
+        if steps:
+            raise ValueError(
+                f"checkpoint_dir={str(directory)!r}: is inside {str(outer)!r}, the directory of"
+                f" another run (newest: step {steps[-1]}); give one outside it, or --resume with"
+                " that directory to continue its run"
+            )
 
 
 def check_intent(directory: Path, resume: bool, resume_step: int | None) -> None:

@@ -9,11 +9,12 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from models.checkpoint.saved_checkpoint import differences, find_checkpoint
+from models.config import LlamaConfig
 from models.families import PRESETS
 from models.hugging_face import ModelFolder
 from models.hugging_face.files import open_regular
@@ -41,35 +42,60 @@ def with_model_of(config: Config) -> Config:
       ValueError: the folder is damaged or missing, or flags ask for another model.
     """
     root, begins = model_folder(config), _begins(config)
-    name = "checkpoint_dir" if config.resume else "init_from"
-    with naming(name, begins):
+    with _naming_begin(config):
         if begins is not None and not config.resume and not ModelFolder.is_one(begins):
             find_checkpoint(begins, WEIGHTS)
         if root is None:
             return config
         model = ModelFolder.config_of(root)
-    asked = dataclasses.replace(config.model, padded_vocabulary_size=None)
-    preset = PRESETS[config.preset]()
-    if asked not in (model, preset):
-        changed = dataclasses.asdict(asked)
-        flags = differences(dataclasses.asdict(preset), changed)
-        differing = differences(dataclasses.asdict(model), changed)
-        listed = ", ".join(
-            f"model.{field}={now}, not {was}"
-            for field, (was, now) in differing.items()
-            if field in flags
-        )
-        raise ValueError(
-            f"{name}={begins!r}: its model is another one: {listed}; leave out"
-            f" {'--model flags' if config.config is None else '--config, or --model flags'}, since"
-            " its config.json says what the model is"
-        )
+    # What is not from a command line has the preset's model where it asks for none.
+    if not is_model_of_preset(config):
+        check_asked_model(config, model)
     padded = dataclasses.replace(model, padded_vocabulary_size=config.model.padded_vocabulary_size)
     # The file may be a link; what belongs to it is beside the link.
     tokenizer = root.resolve() / "tokenizer.json"
     if config.tokenizer is None and tokenizer.is_file():
         config = dataclasses.replace(config, tokenizer=str(tokenizer))
     return dataclasses.replace(config, model=padded)
+
+
+def described_model(config: Config) -> LlamaConfig | None:
+    """The model of the Hugging Face folder that a run begins with, goes on from or evaluates, if
+    there is one that can be read."""
+    if config.eval_only and config.init_from is None:
+        config = dataclasses.replace(config, init_from=config.checkpoint_dir)
+    root = model_folder(config)
+    with suppress(ValueError, ImportError):  # The preparation of the run says what is wrong.
+        return None if root is None else ModelFolder.config_of(root)
+    return None
+
+
+def is_model_of_preset(config: Config) -> bool:
+    """Whether neither a file nor flags have changed the model of the preset."""
+    return _unpadded(config.model) == PRESETS[config.preset]()
+
+
+def check_asked_model(config: Config, model: LlamaConfig) -> None:
+    """Checks that a configuration, whose defaults are those of its folder's model, asks for it.
+
+    Raises:
+      ValueError: flags or a file ask for another model.
+    """
+    asked = _unpadded(config.model)
+    if asked == model:
+        return
+    differing = differences(dataclasses.asdict(model), dataclasses.asdict(asked))
+    listed = ", ".join(f"model.{field}={now}, not {was}" for field, (was, now) in differing.items())
+    leave_out = "--model flags" if config.config is None else "--config, or --model flags"
+    with _naming_begin(config):
+        raise ValueError(
+            f"its model is another one: {listed}; leave out {leave_out}, since its config.json says"
+            " what the model is"
+        )
+
+
+def _unpadded(model: LlamaConfig) -> LlamaConfig:
+    return dataclasses.replace(model, padded_vocabulary_size=None)
 
 
 @contextmanager
@@ -177,8 +203,7 @@ def model_name(config: Config) -> str:
     root = model_folder(config)
     if root is not None:
         return _name_of_folder(root.parent if root.name == ORIGIN else root)
-    model = dataclasses.replace(config.model, padded_vocabulary_size=None)
-    if config.config is None or model == PRESETS[config.preset]():
+    if config.config is None or is_model_of_preset(config):
         return config.preset
     file = described_file(config.config)
     return _name_of_folder(file.parent) if file.name == CONFIG else file.stem
@@ -189,6 +214,13 @@ def _name_of_folder(folder: Path) -> str:
     # In Hugging Face's cache: models--OWNER--NAME/snapshots/COMMIT.
     in_cache = folder.parent.name == "snapshots"
     return folder.parent.parent.name.rpartition("--")[2] if in_cache else folder.name
+
+
+def _naming_begin(config: Config) -> AbstractContextManager[None]:
+    """Lets errors about the weights that a run begins with, or goes on from, name their field."""
+    if config.resume or config.init_from is None:
+        return naming("checkpoint_dir", config.checkpoint_dir)
+    return naming("init_from", config.init_from)
 
 
 def _begins(config: Config) -> str | None:

@@ -6,6 +6,8 @@ import dataclasses
 from contextlib import suppress
 from typing import Any
 
+import jax
+
 from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.defaults import saved_configuration
 from train.memory.device_memory import GPUS, usable
@@ -59,6 +61,41 @@ def planned_mesh_sizes(
             if time is not None and of_size.devices == default.devices:
                 seconds[of_size] = time
     return min(seconds, key=seconds.__getitem__, default=default)
+
+
+def describe_unpredicted(config: Config, sizes: MeshSizes, device_kind: str) -> list[str]:
+    """Why a run chose its tensor axis without a prediction, as lines to print; none if it was asked
+    for, kept or predicted. The arguments are those of `planned_mesh_sizes` and its result."""
+    is_predicted = unpredicted_reason(config, device_kind) is None
+    if config.mesh.tensor or is_predicted or sizes == _sizes_before(config):
+        return []
+    return [
+        f"tensor={sizes.tensor}: as many devices as divide the model, since no step time is"
+        f" predicted for {device_kind}; --mesh.tensor sets another size"
+    ]
+
+
+def describe_mesh_here(config: Config, sizes: MeshSizes, device_kind: str) -> list[str]:
+    """The mesh that a run here would have in place of a dry run's, as lines to print; none if both
+    are the same, or if it would be refused.
+
+    Args:
+      config: the configuration.
+      sizes: the mesh of the dry run.
+      device_kind: JAX's name of the GPU that it predicts for.
+    """
+    devices, kind = jax.device_count(), jax.devices()[0].device_kind
+    here = sizes
+    with suppress(ValueError):
+        here = planned_mesh_sizes(config, devices, jax.local_device_count(), kind)
+    if here == sizes:
+        return []
+    is_predicted = unpredicted_reason(config, kind) is None
+    why = "which is predicted to be fastest" if is_predicted else "since no step time is predicted"
+    return [
+        f"this mesh is chosen for {device_kind}; a run on the {devices} {kind} devices here would"
+        f" take {here}, {why} there; give --mesh.tensor and the other sizes to fix one"
+    ]
 
 
 def describe_faster_mesh(

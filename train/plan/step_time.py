@@ -17,6 +17,8 @@ from train.plan.shapes import Shapes
 _IDLE_SECONDS = 0.7e-3
 #: Bytes per second that a GPU sends to other nodes, if nothing is said: one port of 400 Gbit/s.
 NETWORK_BYTES = 50e9
+#: How the parts of a `StepTime` are announced.
+BY_PART = "part by part in ms, with the communication that nothing hides"
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,10 @@ def _flops_per_token(config: Config) -> float:
 def _extrapolated(config: Config, sizes: MeshSizes, device_kind: str, network_bytes: float) -> str:
     """The part of a prediction that was measured on no machine of this kind."""
     reasons = []
-    if sizes.devices > GPUS_OF_A_NODE:
-        reasons.append(f"{network_bytes / 1e9:g} GB/s per GPU between nodes")
-    elif sizes.devices > 4:
+    if sizes.devices > 4:
         reasons.append("steps were measured on up to 4 GPUs")
+    if sizes.devices > GPUS_OF_A_NODE:
+        reasons.append(f"{network_bytes / 1e9:g} GB/s per GPU between nodes are assumed")
     if "A100" in device_kind:
         reasons.append("rates of A100 are its data sheet's")
     if config.model.num_experts is not None and Shapes(config, sizes).expert_shards > 1:

@@ -32,7 +32,7 @@ from train.plan.candidates import (
 )
 from train.plan.rates import RATES
 from train.plan.run import attention_decision
-from train.plan.step_time import milliseconds, unpredicted_reason
+from train.plan.step_time import BY_PART, milliseconds, unpredicted_reason
 from train.plan.traced_rows import is_near, trace_first
 from train.plan.what_fits import ways_to_fit
 
@@ -57,7 +57,8 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
       console: where to.
 
     Raises:
-      ValueError: if nothing is known of the machine.
+      ValueError: if nothing is known of the machine, or a run would refuse what is asked for on
+        every mesh.
     """
     _check_names_a_model(config, arguments)
     _check_trains_some(config)
@@ -66,6 +67,8 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
         raise ValueError(f"plan: {reason}; see what fits with --dry-run")
     plan = make_plan(config, machine)
     trace_first(plan, machine)
+    if not plan.fitting and not plan.is_too_large:
+        raise ValueError(_impossible(config, plan, machine))
     batch = planned_batch_size(config, machine.devices)
     gpus = f"{machine.devices} × {machine.device_kind}"
     lines = [
@@ -82,16 +85,13 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
         trace_first(in_8_bits, machine)
         others = in_8_bits.candidates[:_ROWS_IN_8_BITS]
         _print(console, *_table(best, others))
-        _print(console, *_about_memory(best[0], machine))
+        _print(console, *_about_memory([*best, *others], machine))
         _print(console, *_about_8_bits(config, others))
         if Training(config.lora, config.freeze).freezes:
             _print(console, "MFU does not count gradients for frozen weights, which have none")
         _print(console, *_about_best(plan), *_commands(config, arguments, best, others))
-        if config.data is None and config.tokenizer is None:
-            _print(console, "add --data and --tokenizer: without, it trains on a text as bytes")
-        elif config.data is None:
-            _print(console, "add --data: without, it trains on the Python manual")
-    _print(console, *_left_out(config, plan, machine))
+        _print(console, *_about_data(config))
+    _print(console, *_left_out(plan, machine))
     _print(console, *_advice(config, plan, machine))
     return bool(best)
 
@@ -125,7 +125,7 @@ def _about_attention(config: Config, decision: AttentionDecision) -> list[str]:
         return [f"{name} is planned for another machine, which needs it; here {decision.missing}"]
     if decision.missed is None or _is_here(config):
         return [] if decision.missed is None else [decision.missed]
-    other = f"--attention {decision.faster} plans for GPUs whose machine has that"
+    other = f"add --attention {decision.faster} to plan for a machine that has it"
     return [f"{decision.missed}; {other}"]
 
 
@@ -186,19 +186,18 @@ def _in_8_bits(config: Config, machine: Machine) -> Plan:
     return plan
 
 
-def _about_memory(first: Candidate, machine: Machine) -> list[str]:
-    """A line that says which numbers of bytes are estimates."""
-    if is_near(first, machine):
-        return [
+def _about_memory(rows: Sequence[Candidate], machine: Machine) -> list[str]:
+    """Lines that say which numbers of bytes are estimates."""
+    lines, limit = [], f"{machine.limit / 1e9:.1f} GB that a run may use"
+    if is_near(rows[0], machine):
+        lines.append(
             "the first rows did not fit by a trace, and left the table; this one is not traced, and"
-            f" near the {machine.limit / 1e9:.1f} GB that a run may use: check it with its dry run"
-        ]
-    if first.traced_bytes is None:
-        return []
-    return [
-        f"GB of the first row were traced, as in a dry run, since it is near the"
-        f" {machine.limit / 1e9:.1f} GB that a run may use; others are estimates"
-    ]
+            f" near the {limit}: check it with its dry run"
+        )
+    others = "a dry run traces the memory of a row"
+    if any(row.traced_bytes is not None for row in rows):
+        others = f"the others were traced, as in a dry run, since they are near the {limit}"
+    return [*lines, f"GB after ~ are estimates; {others}"]
 
 
 def _about_8_bits(config: Config, others: Sequence[Candidate]) -> list[str]:
@@ -208,8 +207,8 @@ def _about_8_bits(config: Config, others: Sequence[Candidate]) -> list[str]:
         return []
     flag, _ = recipe
     return [
-        f"rows in 8 bits, which {flag} asks for, round the operands of matmuls; docs/how_to/fp8.md"
-        " says what that does to the loss. Their MFU is a share of the peak in bfloat16 too"
+        f"rows in 8 bits ({flag}) round the operands of matmuls; docs/how_to/fp8.md says what that"
+        " does to the loss. Their MFU, too, is a share of the peak in bfloat16"
     ]
 
 
@@ -233,7 +232,8 @@ def _table(rows: Sequence[Candidate], in_8_bits: Sequence[Candidate]) -> list[st
         lines.append([
             *choices(row.config, row.sizes).values(), "-" if recipe is None else recipe[1],
             milliseconds(row.seconds), f"{row.prediction.tokens_per_second:,.0f}",
-            f"{row.prediction.mfu:.1%}", f"{row.bytes / 1e9:.1f}",
+            f"{row.prediction.mfu:.1%}",
+            f"{'~' if row.traced_bytes is None else ''}{row.bytes / 1e9:.1f}",
         ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
@@ -262,7 +262,9 @@ def _commands(
     lines.append(f"to check the first without GPUs: {check}")
     if len(best) > 1:
         mesh = shlex.join(_row_flags(best[1]))
-        lines.append(f"to see the command of another row, plan its mesh, as of the second: {mesh}")
+        lines.append(
+            f"to see the command of another row, add its mesh to this plan; the second's: {mesh}"
+        )
     return lines
 
 
@@ -285,24 +287,40 @@ def _about_best(plan: Plan) -> list[str]:
     if close:
         others = "1 other mesh is" if len(close) == 1 else f"{len(close)} other meshes are"
         lines.append(
-            f"{others} predicted to take less than {_ERROR:.0%} longer than the first row, and"
-            " predictions have been off by as much: one of these may be the fastest, so measure"
-            " them too if that matters"
+            f"{others} predicted to take less than {_ERROR:.0%} longer than the first row, which is"
+            " no more than predictions have been off; only measuring says which is the fastest"
         )
     time = best.prediction.time
-    lines.append(f"the first's step, of communication what nothing hides: {time}")
+    lines.append(f"the first row's step, {BY_PART}: {time}")
     if best.prediction.extrapolated:
         lines.append(f"extrapolated: {best.prediction.extrapolated}")
     return lines
 
 
-def _left_out(config: Config, plan: Plan, machine: Machine) -> list[str]:
+def _impossible(config: Config, plan: Plan, machine: Machine) -> str:
+    """Why a plan has nothing to try, in the words of a run: no mesh has the axes that were asked
+    for, or each is refused."""
+    if not plan.refused:
+        return unfit_mesh(config, machine.devices)
+    return "; ".join(plan.nearest[reason][1] for reason, _ in plan.refused.most_common())
+
+
+def _about_data(config: Config) -> list[str]:
+    """A line that says what a run trains on without the flags of its data."""
+    if config.data is not None:
+        return []
+    if config.tokenizer is None:
+        return [
+            "add --data and --tokenizer: without them, a run trains on the Python manual as bytes"
+        ]
+    return ["add --data: without it, a run trains on the Python manual"]
+
+
+def _left_out(plan: Plan, machine: Machine) -> list[str]:
     """How much memory a plan uses, and what does not fit, as lines."""
     refused = sum(plan.refused.values())
-    if not refused and not plan.candidates:
-        return [unfit_mesh(config, machine.devices)]
     memory = (
-        f"of a GPU's memory JAX may use {machine.memory / 1e9:.1f} GB; a plan uses up to"
+        f"JAX may use {machine.memory / 1e9:.1f} GB of a GPU's memory; a plan uses up to"
         f" {machine.limit / 1e9:.1f} GB, since estimates have been up to {MARGIN:.1%} too low"
     )
     if not refused:

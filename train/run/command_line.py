@@ -18,6 +18,7 @@ from flax import traverse_util
 from rich.console import Console
 
 from models.choices import CHOICES
+from models.config import LlamaConfig
 from models.simulated_devices import simulate_devices
 from train.checkpoint.checkpoint import SaveError
 from train.config.checks import check_adapters, warnings_of
@@ -28,7 +29,15 @@ from train.config.counts import counted
 from train.config.defaults import FOLLOWING, describe_defaults, implied, with_values
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
-from train.config.model_folder import model_folder, model_name, read_object, with_model_of
+from train.config.model_folder import (
+    check_asked_model,
+    described_model,
+    is_model_of_preset,
+    model_folder,
+    model_name,
+    read_object,
+    with_model_of,
+)
 from train.config.presets import PRESETS
 from train.config.renamed import current_arguments
 from train.log.metrics import Record
@@ -37,7 +46,7 @@ from train.optimizer.muon import describe_muon
 from train.optimizer.schedule import describe_schedule
 from train.parallel.model import describe_trained
 from train.parallel.zero import describe_zero
-from train.plan.mesh_choice import planned_mesh_sizes
+from train.plan.mesh_choice import describe_unpredicted, planned_mesh_sizes
 from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, describe_step_time, predict_run
 from train.plan.step_time import unpredicted_reason
@@ -60,6 +69,8 @@ from train.run.unsupported_flags import naming_flags
 
 #: Flags that say where one run begins and ends, which a run after it does not repeat.
 _OF_ONE_RUN = ("--resume", "--resume-step", "--steps", "--profile", "--profile-dir")
+#: Fields that ask for something else than training, of which one can be done.
+_IN_PLACE_OF_TRAINING = ("plan", "dry_run", "eval_only", "tune")
 
 
 def main(arguments: Sequence[str], shutdown: Shutdown | None = None) -> None:
@@ -81,6 +92,7 @@ def _carry_out(
     if config.print_config:
         _print_config(config, arguments)
         return
+    _check_one_task(config)
     set_memory_fraction()
     # JAX's attention and optax mix dtypes, which the environment may forbid.
     jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -119,8 +131,8 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     Flags and values of earlier releases are accepted, with a warning on stderr.
 
     Raises:
-      ValueError: for an unknown preset, a file that is not a configuration, or settings of adapters
-        without their rank.
+      ValueError: for an unknown preset, a file that is not a configuration, another model than that
+        of the folder to begin with, or settings of adapters without their rank.
       SystemExit: after printing help, or an error in the arguments.
     """
     arguments = current_arguments(arguments)
@@ -137,21 +149,38 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     if given.preset not in (None, *PRESETS):
         raise ValueError(f"preset={given.preset!r}: expected one of {', '.join(PRESETS)}")
 
-    def read(defaults: Mapping[str, Any]) -> Config:
+    def read(defaults: Mapping[str, Any], model: LlamaConfig | None = None) -> Config:
         if given.config:
             default = read_config(given.config[0], given.preset, program, defaults)
         else:
             default = with_values(PRESETS[given.preset or "debug"](), defaults)
+        if model is not None and is_model_of_preset(default):
+            default = dataclasses.replace(default, model=model)
         return tyro.cli(Config, default=default, args=arguments, prog=program, registry=CHOICES)
 
-    asked = read({})
-    defaults = implied(asked)
-    config = read(defaults) if defaults else asked
+    config = asked = read({})
+    model = described_model(asked)
+    if model is not None:
+        config = asked = read({}, model)
+        check_asked_model(asked, model)
+    if defaults := implied(asked):
+        config = read(defaults, model)
     if config.lora.rank is None:  # What else a checkpoint's adapters had is not asked for either.
         config = dataclasses.replace(config, lora=asked.lora)
     groups = (name.partition(".") for name in _fields_given(arguments))
     check_adapters(config.lora, {field for group, _, field in groups if group == "lora"})
     return config
+
+
+def _check_one_task(config: Config) -> None:
+    """Raises ValueError if several things are asked for in place of training."""
+    asked = [name for name in _IN_PLACE_OF_TRAINING if getattr(config, name)]
+    if len(asked) > 1:
+        flags = (f"--{name.replace('_', '-')}" for name in asked)
+        raise ValueError(
+            f"{', '.join(f'{name}=True' for name in asked)}: expected one of them, since each is"
+            f" done in place of training; leave out {' or '.join(flags)}"
+        )
 
 
 def _print_config(config: Config, arguments: Sequence[str]) -> None:
@@ -227,22 +256,24 @@ def announce(setup: Setup, console: Console) -> None:
     """Prints what is trained: the model, the mesh and the data."""
     config, mesh, text = setup.config, setup.mesh, setup.text
     kind, unused = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
+    sizes = MeshSizes(**mesh.shape)
     rest = f"; {unused} more are not used" if unused else ""
     for line in (
         f"{model_name(config)}: {setup.model.parameter_count:,} parameters,"
         f" {counted(config.model.num_layers, 'layer')},"
         f" {config.compute_dtype}, overlap {config.overlap}, remat {config.remat}",
-        f"mesh: {MeshSizes(**mesh.shape)} of {kind} devices{rest}",
+        f"mesh: {sizes} of {kind} devices{rest}",
+        *describe_unpredicted(config, sizes, kind),
         *describe_memory(mesh.local_devices[0]),
         *describe_processes(),
-        *describe_zero(config, setup.model, MeshSizes(**mesh.shape)),
-        *describe_experts(config, MeshSizes(**mesh.shape), setup.model.active_parameter_count),
+        *describe_zero(config, setup.model, sizes),
+        *describe_experts(config, sizes, setup.model.active_parameter_count),
         f"data: {text.description}, {text.token_count:,} tokens,"
         f" {counted(text.sequences_per_epoch, 'sequence')} per epoch, sha256 {text.sha256}",
         _describe_length(config, text.sequences_per_epoch),
         *describe_held_out(setup),
-        *describe_context(config, MeshSizes(**mesh.shape)),
-        *describe_loss_chunks(config, MeshSizes(**mesh.shape)),
+        *describe_context(config, sizes),
+        *describe_loss_chunks(config, sizes),
         *describe_trained(setup.model),
         *describe_muon(config.optimizer, setup.model.abstract_params),
         describe_schedule(config.optimizer, config.steps),

@@ -29,9 +29,10 @@ from train.parallel.mesh import make_abstract_mesh
 from train.parallel.model import ModelFunctions, describe_trained
 from train.parallel.zero import describe_zero
 from train.plan.memory_estimate import predict_memory
-from train.plan.mesh_choice import describe_faster_mesh
+from train.plan.mesh_choice import describe_faster_mesh, describe_mesh_here
 from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_kernel, attention_of, predict_run
+from train.plan.step_time import BY_PART
 from train.run.setup import check_inputs, with_padding
 from train.step import sharded_step
 
@@ -59,6 +60,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
     Raises:
       ValueError: for sizes that do not fit together, and files that a run would refuse.
     """
+    of_run_here = describe_mesh_here(config, sizes, device_kind_of(config))
     config = with_padding(config, sizes)
     check(config, sizes)
     here = config.device is None and jax.default_backend() == "gpu"
@@ -73,6 +75,7 @@ def dry_run(config: Config, sizes: MeshSizes, console: Console) -> bool:
         soft_wrap=True,
     )
     for line in (
+        *of_run_here,
         *describe_trained(model),
         *describe_zero(config, model, sizes),
         *describe_experts(config, sizes, model.active_parameter_count),
@@ -157,7 +160,7 @@ def _describe_prediction(config: Config, sizes: MeshSizes, mesh: AbstractMesh) -
         prediction = predict_run(config, sizes, kind, kernel)
     except ValueError as error:
         return [str(error)]
-    parts = f"all of a step, of communication what nothing hides: {prediction.time}"
+    parts = f"the whole step, {BY_PART}: {prediction.time}"
     return [parts, *describe_faster_mesh(config, sizes, kind, kernel), str(prediction)]
 
 

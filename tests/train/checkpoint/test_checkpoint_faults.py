@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -78,6 +79,38 @@ def test_no_checkpoint_to_read_is_refused(tmp_path: Path) -> None:
             find_checkpoint(path)
 
 
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    for step in (2, 10):
+        saved(tmp_path, step)
+    (tmp_path / "step_4").mkdir()
+    for name in ("step_4", "step_5"):
+        answer = f"'{tmp_path / name}': is no checkpoint; '{tmp_path}' has those of the steps 2, 10"
+        with pytest.raises(ValueError, match=re.escape(answer)):
+            find_checkpoint(tmp_path / name)
+    assert find_checkpoint(tmp_path / "step_2").step == 2
+
+
+@pytest.mark.parametrize("inside", ["other", "step_2", "step_2/other"])
+def test_a_new_run_is_not_within_another_one(inside: str, tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    before = contents(tmp_path)
+    for directory in (tmp_path / inside, f"{tmp_path}/{inside}/"):
+        with pytest.raises(
+            ValueError, match=r"is inside .*, the directory of another run \(newest"
+        ):
+            Checkpoints(directory)
+    assert contents(tmp_path) == before
+    # What an earlier release let begin there goes on.
+    shutil.copytree(tmp_path / "step_2", tmp_path / "other" / "step_2")
+    Checkpoints(tmp_path / "other", resume=True).close()
+
+
+def saved(directory: Path, step: int) -> None:
+    """Makes the files by which a checkpoint is told from other folders."""
+    for name in ("state", "data_position", "configuration", "_CHECKPOINT_METADATA"):
+        (directory / f"step_{step}" / name).mkdir(parents=True)
+
+
 def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     target = abstract(make_state(width=24))["params"]
@@ -87,11 +120,12 @@ def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
 
 def damage_array_data(step: Path) -> None:
     """Changes a value in every array, and writes them as orbax would."""
-    with Checkpoints(step.parent / "other") as checkpoints:
+    other = step.parent.with_name(f"{step.parent.name}_other")
+    with Checkpoints(other) as checkpoints:
         state = jax.tree.map(lambda x: x + np.ones((), x.dtype), make_state(10))
         checkpoints.save(10, state, POSITION, CONFIGURATION)
     shutil.rmtree(step / "state")
-    shutil.move(step.parent / "other" / "step_10" / "state", step / "state")
+    shutil.move(other / "step_10" / "state", step / "state")
 
 
 def damage_position(step: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 
@@ -13,8 +14,10 @@ from models.config import debug
 from models.hugging_face import ModelFolder
 from tests.models.hugging_face.folders import DATA
 from tests.models.hugging_face.tiny_folders import FOLDERS
+from tests.train.config.test_defaults import saved_run
 from train.config.config import Config
 from train.config.model_folder import with_model_of
+from train.config.presets import PRESETS
 from train.log.log_file import read_log
 from train.run.command_line import main, parse
 
@@ -104,6 +107,22 @@ def test_what_does_not_fit_the_folder_is_refused(capsys, flags, sentence):
     with pytest.raises(SystemExit):
         main([*RUN, "--init-from", str(DATA / "qwen3"), *flags])
     assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("mode", ["", "--resume", "--eval-only --eval-data DATA"])
+def test_a_flag_of_the_model_counts_whatever_its_value(mode, tmp_path):
+    """Also the value that the preset has, 2 layers, where the folder has 3."""
+    values = json.loads((DATA / "qwen3" / "config.json").read_text())
+    values |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    run = tmp_path / "run"
+    (run / "hugging_face").mkdir(parents=True)
+    (run / "hugging_face" / "config.json").write_text(json.dumps(values))
+    saved_run(run, PRESETS["debug"]())
+    place = f"--checkpoint-dir {run} {mode}" if mode else f"--init-from {run}"
+    given = shlex.split(place)
+    assert parse([*given, "--model.num-layers", "3"]).model == parse(given).model
+    with pytest.raises(ValueError, match=r"another one: model\.num_layers=2, not 3; leave"):
+        parse([*given, "--model.num-layers", "2"])
 
 
 def test_a_damaged_folder_is_refused(capsys, tmp_path):

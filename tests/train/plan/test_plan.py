@@ -37,6 +37,7 @@ from train.plan.rates import RATES
 from train.plan.run import describe_step_time, predict_run
 from train.plan.step_time import StepTime, predict
 from train.plan.traced_rows import TOO_HIGH, TOO_HIGH_BESIDE_FROZEN
+from train.run import command_line
 from train.run.command_line import main, parse
 
 H100, H200 = (GPUS[name].device.device_kind for name in ("H100", "H200"))
@@ -377,7 +378,9 @@ def test_its_commands_run_the_first_and_check_it_here(capsys) -> None:
     assert checked == dataclasses.replace(first, dry_run=True, device="H100", plan_network=40.0)
     main(shlex.split(commands["check the first without GPUs"]))
     assert f"that JAX may use of {H100}" in capsys.readouterr().out
-    [mesh] = re.findall("another row, plan its mesh, as of the second: (.*)$", output, re.MULTILINE)
+    [mesh] = re.findall(
+        "another row, add its mesh to this plan; the second's: (.*)$", output, re.MULTILINE
+    )
     main(["--plan", *EIGHT, *shlex.split(mesh)])
     again = capsys.readouterr().out
     rows, of_mesh = (re.findall("^data=.*$", text, re.MULTILINE) for text in (output, again))
@@ -395,7 +398,7 @@ def test_it_says_what_attention_needs_on_the_gpus(missing, monkeypatch, capsys) 
     main(["--plan", *EIGHT])
     chosen = capsys.readouterr().out
     assert f"attention by {'flash3' if missing is None else 'cudnn'}" in chosen
-    assert ("--attention flash3 plans for GPUs" in chosen) == (missing is not None)
+    assert ("add --attention flash3 to plan for" in chosen) == (missing is not None)
 
 
 @pytest.mark.parametrize(("layers", "fits"), [(2, True), (32, False)])
@@ -464,7 +467,7 @@ def test_a_dry_run_ends_with_the_predicted_step_time(capsys) -> None:
     assert ", 1 sequence of 8,192 tokens per step" in output
     assert output.count("flash3 would") <= 1
     # The parts add up as they are printed.
-    [parts, total] = re.findall(r"^all of a step, .*: (.*) = (.*) ms$", output, re.MULTILINE)[0]
+    [parts, total] = re.findall(r"^the whole step, .*: (.*) = (.*) ms$", output, re.MULTILINE)[0]
     added = sum(float(part.rpartition(" ")[2]) for part in parts.split(" + "))
     assert f"predicted step: {total} ms" in last and added == pytest.approx(float(total), abs=1e-6)
 
@@ -528,6 +531,26 @@ def test_a_resumed_run_keeps_its_mesh(monkeypatch) -> None:
         assert planned_mesh_sizes(others, 8, 8, kind).fsdp == 4
 
 
+def test_a_dry_run_says_where_a_run_here_takes_another_mesh(monkeypatch, capsys) -> None:
+    """A dry run predicts for GPUs, and on simulated devices a run predicts nothing."""
+    short = shlex.split("--preset debug --model.num-layers 1 --sequence-length 16")
+    sentence = (
+        "this mesh is chosen for NVIDIA H200; a run on the 8 cpu devices here would take data=1 ×"
+        " fsdp=1 × tensor=8, since no step time is predicted there"
+    )
+    for flags, is_printed in (("", True), ("--mesh.tensor 2", False), ("--mesh.data 16", False)):
+        main([*short, "--dry-run", *flags.split()])
+        assert (sentence in capsys.readouterr().out) == is_printed
+    monkeypatch.setattr(command_line, "train", lambda setup, *_, **__: [])
+    monkeypatch.setattr(command_line, "conclude", lambda *_: None)
+    line = (
+        "\ntensor=8: as many devices as divide the model, since no step time is predicted for cpu"
+    )
+    for flags, is_printed in (("", True), ("--mesh.tensor 2", False)):
+        main([*short, *flags.split()])
+        assert (line in capsys.readouterr().out) == is_printed
+
+
 def test_every_gpu_of_a_dry_run_has_rates() -> None:
     assert {gpu.device.device_kind for gpu in GPUS.values()} == RATES.keys()
 
@@ -541,15 +564,26 @@ def test_every_gpu_of_a_dry_run_has_rates() -> None:
         (16, "--mesh.tensor 16", "mesh.tensor=16: expected a divisor of the 8 GPUs of a node"),
         (8, "--mesh.data 3 --mesh.tensor 2", "mesh.tensor=2 has 6 of 8 devices; expected a mesh"),
         (8, "--mesh.data -1", "mesh.data=-1: expected a number of devices, or 0 for what fits;"),
+        (8, "--mesh.fsdp 8 --batch-size 6", "batch_size=6 is not divisible by mesh.data=1 ×"),
+        (8, "--overlap nosuch", "overlap='nosuch': expected auto, rewrite, rewrite-jit, or one"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_refused_as_by_a_run(devices, flags, sentence, capsys) -> None:
+def test_what_fits_no_mesh_is_refused_as_by_a_run(devices, flags, sentence, capsys) -> None:
+    """By an error alone: more memory would not help."""
     model = shlex.split(f"--preset llama3-8b --device H100 --devices {devices}")
-    with pytest.raises(SystemExit, match=r"^1$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         main(["--plan", *model, *flags.split()])
-    output = capsys.readouterr().out
-    assert sentence in output
-    assert "nothing fits" not in output  # More memory would not help.
+    output = capsys.readouterr()
+    assert output.err.startswith("error: ") and sentence in output.err
+    assert output.out == ""
+
+
+def test_a_prediction_names_all_that_was_not_measured() -> None:
+    """A mesh beyond a node has both the number of GPUs and the network."""
+    run, count, network = config(), "steps were measured on up to 4 GPUs", "50 GB/s per GPU between"
+    for devices, expected in ((4, []), (8, [count]), (16, [count, network])):
+        reasons = predict_run(run, MeshSizes(fsdp=devices), H100, "cudnn").extrapolated
+        assert [each for each in (count, network) if each in reasons] == expected
 
 
 def test_a_plan_asks_for_a_model(capsys) -> None:
@@ -650,7 +684,7 @@ def test_adapters_are_planned(capsys) -> None:
     output = capsys.readouterr().out
     [command] = re.findall("^to run the first: python -m train (.*)$", output, re.MULTILINE)
     assert parse(shlex.split(command)).lora == IN_8_BITS
-    assert "rows in 8 bits, which --lora.base-format asks for" in output
+    assert "rows in 8 bits (--lora.base-format) round" in output
     assert "MFU does not count gradients for frozen weights" in output
     # What a run would refuse.
     with pytest.raises(SystemExit):

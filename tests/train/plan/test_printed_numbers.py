@@ -60,7 +60,7 @@ def test_a_dry_run_says_what_each_of_its_sums_counts(capsys) -> None:
         1e3 * milliseconds, abs=sum(int(runs) for runs, _ in rows)
     )
     lines = output.splitlines()
-    [parts] = [number for number, line in enumerate(lines) if line.startswith("all of a step,")]
+    [parts] = [number for number, line in enumerate(lines) if line.startswith("the whole step,")]
     assert "so their sums differ" in lines[parts - 1]
 
 

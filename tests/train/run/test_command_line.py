@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import shlex
@@ -361,6 +362,18 @@ def test_bad_input_is_refused_in_a_sentence(capsys, arguments, sentence):
     else:
         assert sentence in message
     assert message.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "tasks", list(itertools.combinations(["plan", "dry-run", "eval-only", "tune"], 2))
+)
+def test_one_thing_is_done_in_place_of_training(capsys, tasks):
+    """A dry run of an evaluation would describe a step of training."""
+    flags = [f"--{task}" for task in tasks]
+    message = refused(capsys, flags)
+    names = ", ".join(f"{task.replace('-', '_')}=True" for task in tasks)
+    assert message.startswith(f"error: {names}: expected one of them")
+    assert message.endswith(f"leave out {' or '.join(flags)}")
 
 
 def test_files_of_earlier_runs_are_never_overwritten(capsys, tmp_path):
