@@ -145,8 +145,9 @@ class Training:
         return {"lora": lora, "frozen": frozen}
 
     def check(self, names: Iterable[str]) -> None:
-        """Raises ValueError for a pattern that no parameter matches, or kernels with adapters of
-        which some that share a gather are trained."""
+        """Raises ValueError for a pattern that no parameter matches, if none is trained, or for
+        kernels with adapters of which some that share a gather are trained."""
+        names = list(names)
         known = {_unnumbered(name) for name in names}
         for field, patterns in (("lora.train", self.lora.train), ("freeze", self.freeze)):
             for pattern in _patterns(patterns):
@@ -155,6 +156,8 @@ class Training:
                         f"{field}={pattern!r}: matches no parameter; expected patterns of names"
                         f" such as {', '.join(sorted(known)[:4])}"
                     )
+        if self.lora.rank is None and not any(map(self.trains, names)):
+            raise ValueError(f"freeze={self.freeze!r}: matches all parameters; train some")
         for group in LAYER_GROUPS:
             self.options_of(group.name)
 

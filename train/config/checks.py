@@ -12,6 +12,7 @@ from typing import get_args
 
 import collective_matmul
 import collective_matmul.layers
+from models.families import parameters_of
 from models.hugging_face.chat.template import read_variables
 from models.parameters.adapters import LoraConfig, Training
 from models.parameters.fp8_layers import DEFAULT_FP8_LAYERS, FP8_LAYERS
@@ -252,6 +253,12 @@ def check_adapters(lora: LoraConfig, given: Set[str] = frozenset()) -> None:
                 f"lora.{name}={value!r}: expected lora.rank too; add --lora.rank, such as"
                 " --lora.rank 8"
             )
+
+
+def check_trained(config: Config) -> None:
+    """Raises ValueError for names of parameters that the model has not, or if none is trained."""
+    names = [parameter.path for parameter in parameters_of(config.model)]
+    Training(config.lora, config.freeze).check(names)
 
 
 def _check_frozen(config: Config, sizes: MeshSizes) -> None:

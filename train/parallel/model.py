@@ -177,8 +177,6 @@ class ModelFunctions:
         """Moves what is not trained from the parameters to `frozen_params`."""
         training.check(self.abstract_params)
         frozen = {n for n in self.abstract_params if not training.trains(n)}
-        if len(frozen) == len(self.abstract_params):
-            raise ValueError(f"freeze={training.freeze!r}: matches all parameters; train some")
         self.frozen_params: dict[str, Any] = {
             name: jax.ShapeDtypeStruct(
                 leaf.shape, self.compute_dtype if name in self.matrices else leaf.dtype

@@ -266,8 +266,7 @@ class _Step:
         has_gradient = shapes.head.is_trained and not shapes.model.tied_head
         head = self.table if has_gradient else 0.0
         blocks = (self.all_weights - shapes.trained_vocabulary_weights) * gone / layers
-        # A run that trains nothing is refused only after its mesh was chosen by these bytes.
-        rest = self.gradients * (blocks + head) / max(1, self.all_weights)
+        rest = self.gradients * (blocks + head) / self.all_weights
         if shapes.zero == 2 and not is_loop:  # XLA scatters the head's only at the end.
             rest += 4 * head * (1 - 1 / shapes.weight_shards)
         # Gradients of experts that are not sharded further are float32, one matrix after another.

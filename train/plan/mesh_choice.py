@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from train.config.checks import check_trained
 from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.defaults import saved_configuration
 from train.memory.device_memory import GPUS, usable
@@ -41,8 +42,9 @@ def planned_mesh_sizes(
       device_kind: JAX's name of the GPU.
 
     Raises:
-      ValueError: see `mesh_sizes`.
+      ValueError: see `mesh_sizes` and `check_trained`.
     """
+    check_trained(config)
     default = mesh_sizes(config, devices, local_devices)
     if config.mesh.tensor:
         return default

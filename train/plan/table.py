@@ -11,9 +11,8 @@ import jax
 from rich.console import Console
 
 from collective_matmul import AttentionDecision
-from models.families import parameters_of
 from models.parameters.adapters import Training
-from train.config.checks import check_planned_machine, warnings_of
+from train.config.checks import check_planned_machine, check_trained, warnings_of
 from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.counts import counted
 from train.config.defaults import describe_preset, describe_taken
@@ -61,7 +60,7 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
         every mesh.
     """
     _check_names_a_model(config, arguments)
-    _check_trains_some(config)
+    check_trained(config)
     machine, attention = machine_of(config)
     if reason := unpredicted_reason(config, machine.device_kind):
         raise ValueError(f"plan: {reason}; see what fits with --dry-run")
@@ -107,15 +106,6 @@ def _check_names_a_model(config: Config, arguments: Sequence[str]) -> None:
             " or --init-from with a Hugging Face folder; --preset debug is the small model that is"
             " trained without either"
         )
-
-
-def _check_trains_some(config: Config) -> None:
-    """Raises ValueError for names of parameters that the model has not, or if none is trained."""
-    names = [parameter.path for parameter in parameters_of(config.model)]
-    training = Training(config.lora, config.freeze)
-    training.check(names)
-    if config.lora.rank is None and not any(map(training.trains, names)):
-        raise ValueError(f"freeze={config.freeze!r}: matches all parameters; train some")
 
 
 def _about_attention(config: Config, decision: AttentionDecision) -> list[str]:
