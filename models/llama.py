@@ -23,7 +23,12 @@ from collective_matmul import layers as collective
 from collective_matmul.layers import RouterStatistics
 from models.blocks.apply import apply_blocks
 from models.blocks.loop import BlockLoop, Scanned, Unrolled
-from models.blocks.rematerialization import Remat, rematerialize, rematerialize_halves
+from models.blocks.rematerialization import (
+    Remat,
+    recomputes_feed_forward,
+    rematerialize,
+    rematerialize_halves,
+)
 from models.config import LlamaConfig
 from models.families.parameter_table import EXPERTS, FEED_FORWARD, LANGUAGE_HEAD
 from models.layers import plain, vocabulary
@@ -168,7 +173,8 @@ class Llama(nnx.Module):
       expert_implementation: what exchanges tokens, as `collective_matmul.expert_mlp` takes it;
         with implementation="plain" it is "xla". Experts multiply in `dtype`, not in 8 bits.
       recompute_expert_hidden: whether the backward computes the hidden features of experts again,
-        as `collective_matmul.expert_mlp` does; with remat="full" it does.
+        as `collective_matmul.expert_mlp` does; it does so with remat="projections", "attention"
+        and "full".
       training: which parameters are trained, and the adapters of linear layers; None: all, and
         none. With frozen parameters, `parameter_use` is None.
       rngs: random keys for the initial weights.
@@ -226,8 +232,9 @@ class Llama(nnx.Module):
             axis_name if expert_axis_name is None else expert_axis_name,
             expert_hidden_axis_name,
             "xla" if implementation == "plain" else expert_implementation,
-            # Else the forward would exchange tokens again for them.
-            recompute_expert_hidden or remat == "full",
+            # The op computes them for one device's tokens at a time. `jax.checkpoint` would do so
+            # for all devices' at once, and exchange the tokens again for them.
+            recompute_expert_hidden or recomputes_feed_forward(remat),
         )
         self.config = config
         self.axis_name = axis_name

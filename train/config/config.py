@@ -152,7 +152,7 @@ class Config:
     the experts too. Default: none does."""
     recompute_expert_hidden: bool = False
     """Compute the hidden features of experts again in the backward. Kept, they take room for the
-    worst case that a router can choose. --remat full does so too."""
+    worst case that a router can choose. --remat projections, attention and full do so too."""
     balance_loss_weight: float | None = None
     """Weight of the loss that balances experts over the tokens of a step; default: that of the
     model. More than 0 with gradient accumulation costs a forward more: the loss is of all

@@ -18,6 +18,8 @@ from jax.sharding import use_abstract_mesh
 from rich.console import Console
 
 from collective_matmul import record_decisions
+from collective_matmul.jaxprs.dead_code import without_dead_code
+from collective_matmul.jaxprs.walks import all_equations
 from models import families
 from tests.covering import covering
 from tests.train.parallel.test_fp8 import step_of
@@ -26,7 +28,7 @@ from tests.train.test_step import SHORT, Trainer
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.new_state import init_state
 from train.config.checks import check
-from train.config.config import ONE_DEVICE, MeshConfig, MeshSizes
+from train.config.config import ONE_DEVICE, Config, MeshConfig, MeshSizes
 from train.config.experts import describe_experts, worst_case_bytes
 from train.log.metrics import model_flops_per_token
 from train.log.reporter import Reporter
@@ -119,7 +121,7 @@ def covering_cases() -> list[Any]:
         "zero": [0, 1, 3],
         "weight_gather": ["blocks", "matmuls"],
         "gradient_accumulation_steps": [1, 2],
-        "remat": ["none", "dots", "full"],
+        "remat": ["none", "dots", "projections", "full"],
         "recompute_expert_hidden": [False, True],
         "overlap": ["xla", "ring", "ring_direct"],
         "scan_layers": [0, 1],
@@ -414,6 +416,26 @@ def test_memory_has_room_for_the_worst_case_of_a_router():
     assert growth() - growth(**again) == 2 * worst
     assert growth(remat="dots") - growth(remat="dots", **again) == 2 * worst
     assert growth(remat="full") < worst  # Gradients of two layers.
+
+
+@pytest.mark.parametrize("remat", ["projections", "attention", "full"])
+def test_a_recomputed_feed_forward_has_hidden_features_of_one_device_at_a_time(remat: str) -> None:
+    """The expert op computes them again, and no product more often than `jax.checkpoint` would."""
+    devices, wide = 4, dataclasses.replace(MODEL, hidden_features=1024)
+    config = dataclasses.replace(RUN, model=wide, overlap="ring", remat=remat)
+    sizes = MeshSizes(tensor=devices)
+    mesh = make_abstract_mesh(sizes)
+    asked = dataclasses.replace(config, recompute_expert_hidden=True)
+    assert memory_of(config, mesh) == memory_of(asked, mesh)
+
+    def products(config: Config) -> int:
+        """Products of experts in a step."""
+        live = without_dead_code(step_of(config, sizes))
+        return sum(e.primitive.name == "ragged_dot_general" for e in all_equations(live))
+
+    kept = dataclasses.replace(config, remat="none")
+    # Gate and up, of each layer, for the tokens of each device.
+    assert products(config) - products(kept) == 2 * wide.num_layers * devices
 
 
 def test_a_run_says_where_experts_are_and_what_they_have_room_for():
