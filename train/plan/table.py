@@ -32,7 +32,7 @@ from train.plan.candidates import (
 from train.plan.rates import RATES
 from train.plan.run import attention_decision
 from train.plan.step_time import BY_PART, milliseconds, unpredicted_reason
-from train.plan.traced_rows import is_near, trace_first
+from train.plan.traced_rows import TOO_LOW_WITH_EXPERTS, is_near, trace_first
 from train.plan.what_fits import ways_to_fit
 
 _ROWS, _ROWS_IN_8_BITS, _REASONS = 10, 3, 6
@@ -90,7 +90,7 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
             _print(console, "MFU does not count gradients for frozen weights, which have none")
         _print(console, *_about_best(plan), *_commands(config, arguments, best, others))
         _print(console, *_about_data(config))
-    _print(console, *_left_out(plan, machine))
+    _print(console, *_left_out(config, plan, machine))
     _print(console, *_advice(config, plan, machine))
     return bool(best)
 
@@ -306,13 +306,18 @@ def _about_data(config: Config) -> list[str]:
     return ["add --data: without it, a run trains on the Python manual"]
 
 
-def _left_out(plan: Plan, machine: Machine) -> list[str]:
+def _left_out(config: Config, plan: Plan, machine: Machine) -> list[str]:
     """How much memory a plan uses, and what does not fit, as lines."""
     refused = sum(plan.refused.values())
     memory = (
         f"JAX may use {machine.memory / 1e9:.1f} GB of a GPU's memory; a plan uses up to"
         f" {machine.limit / 1e9:.1f} GB, since estimates have been up to {MARGIN:.1%} too low"
     )
+    if config.model.num_experts is not None:
+        memory += (
+            f", and of models with experts up to {TOO_LOW_WITH_EXPERTS:.0%}: check a row with ~ by"
+            " a dry run of its command"
+        )
     if not refused:
         return [memory]
     tried = counted(refused, "configuration")
