@@ -186,15 +186,16 @@ class Explanation:
 
     def _total_of_plain(self, verbose: str) -> str:
         """How many plain gathers and sums there are, what becomes of them, and their time."""
-        sites = [site for site in self.plain if site.replaced and not site.kept]
-        kept = [site for site in self.plain if site.kept]
+        sites = [site for site in self.plain if site.replaced]
         alone = [site for site in self.plain if not site.replaced]
-        is_one = len(sites) == 1
-        replaced = f"; pass the function to overlap to replace {'it' if is_one else 'them'}"
         listed = "" if self.verbose else f" ({verbose} lists {'them' if len(alone) > 1 else 'it'})"
         parts = [
-            _counted(sites, "site" if is_one else "sites", " (require counts the sites)", replaced),
-            _counted(kept, "kept as written"),
+            _counted(
+                sites,
+                "site" if len(sites) == 1 else "sites",
+                " (require counts the sites)",
+                _becomes(sites),
+            ),
             _counted(alone, "left alone", also=listed),
         ]
         what = "plain gathers and sums" if len(self.plain) > 1 else "plain gather or sum"
@@ -432,6 +433,20 @@ def _line_of_plain(site: FoundSite) -> Line:
     if site.decision is None or site.kept:
         return line
     return replace(line, chosen=f"{site.decision.implementation}, with overlap")
+
+
+def _becomes(sites: Sequence[FoundSite]) -> str:
+    """Says what `overlap` does with sites."""
+    kept = sum(site.kept for site in sites)
+    if kept == len(sites):
+        return "; on these devices overlap keeps the program's own collectives"
+    if not kept:
+        them = "it" if len(sites) == 1 else "them"
+        return f"; pass the function to overlap to replace {them}"
+    return (
+        f"; pass the function to overlap to replace {len(sites) - kept} of them; it keeps {kept} as"
+        " written on these devices"
+    )
 
 
 def _counted_runs(number: int) -> str:

@@ -66,7 +66,34 @@ def test_sites_that_keep_their_equations_are_counted_apart(make_mesh: MeshFactor
     kept = replace(site, kept=True, runs=3)
     explanation = Explanation((), (kept,), {kept.line: 3})
     *_, total = explanation.table(WIDE).splitlines()
-    assert total == "1 plain gather or sum: 1 kept as written, 3 runs"
+    counted = "1 site, 3 runs (require counts the sites)"
+    own = "on these devices overlap keeps the program's own collectives"
+    assert total == f"1 plain gather or sum: {counted}; {own}"
+
+
+def test_require_counts_as_many_sites_as_explain_says(make_mesh: MeshFactory) -> None:
+    """Weights that are gathered inside a loop are sites of which some are kept."""
+    mesh = make_mesh({"fsdp": 2, AXIS: 2})
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        w = lax.all_gather(w, "fsdp", axis=0, tiled=True)
+        h = jnp.dot(lax.all_gather(x, AXIS, axis=0, tiled=True), w)
+        return x + lax.psum_scatter(h, AXIS, scatter_dimension=0, tiled=True), None
+
+    def loss(ws: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda ws: jnp.sum(lax.scan(jax.checkpoint(layer), x, ws)[0]))(ws)
+
+    specs = P(None, "fsdp", None), P(AXIS, None)
+    f = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    arguments = jnp.ones((3, 8, 8)), jnp.ones((8, 8))
+    explanation = explain(f)(*arguments)
+    assert any(site.kept for site in explanation.plain)
+    total = " ".join(str(explanation).split())
+    [sites] = re.findall(r": (\d+) sites, \d+ runs \(require counts", total)
+    assert "of them; it keeps" in total
+    jax.jit(overlap(f, require=int(sites))).lower(*arguments)
+    with pytest.raises(ValueError, match=f"only {sites} of"):
+        jax.jit(overlap(f, require=int(sites) + 1)).lower(*arguments)
 
 
 def test_what_a_loop_computes_again_counts_with_its_steps(make_mesh: MeshFactory) -> None:

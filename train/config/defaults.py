@@ -9,25 +9,29 @@ from typing import Any
 
 from flax import traverse_util
 
-from models.checkpoint.saved_checkpoint import SavedCheckpoint, find_checkpoint
 from models.parameters.adapters import LoraConfig, Training
 from train.config.config import Config
-from train.config.model_folder import DEFAULT_PRESET, is_model_file, model_folder, with_model_of
+from train.config.model_folder import (
+    DEFAULT_PRESET,
+    first_configuration,
+    is_model_file,
+    model_folder,
+    with_model_of,
+)
 from train.config.presets import PRESETS
 
 #: Fields whose defaults follow from the model of a Hugging Face folder or file, by dotted name.
 OF_MODEL = ("optimizer.learning_rate", "optimizer.warmup_steps", "sequence_length")
-#: Fields of which every resumed run keeps what its checkpoint was trained with.
-_KEPT = (
+#: Fields whose defaults follow from other settings, by dotted name: those that `implied` may
+#: return. Of each, a resumed run keeps what its checkpoint was trained with.
+FOLLOWING = (
     "steps",
     "batch_size",
     "freeze",
     *OF_MODEL,
     *(f"lora.{field.name}" for field in dataclasses.fields(LoraConfig)),
+    "zero",
 )
-#: Fields whose defaults follow from other settings, or from a checkpoint, by dotted name: those
-#: that `implied` may return.
-FOLLOWING = (*_KEPT, "zero")
 #: Rates of pre-training: those of Llama 3's three models lie on this curve (Llama Team, "The Llama
 #: 3 Herd of Models", 2024, table 3). To tune all weights takes about a thirtieth, and adapters take
 #: ten times as much as that (Schulman et al., "LoRA Without Regret", 2025).
@@ -42,20 +46,19 @@ def implied(config: Config) -> dict[str, Any]:
 
     An fsdp axis of several devices shards what it can: ZeRO level 3, or 1 beside frozen weights,
     which matmuls cannot gather on every mesh. An optimizer has a learning rate of its own. Weights
-    that come from a Hugging Face folder are fine-tuned, and the model of a config.json without a
-    preset is trained, by defaults that follow from the model. A resumed run keeps its learning
-    rate and warm-up, the length and the number of sequences of a step, the number of steps,
-    adapters and what is frozen, as its checkpoint was trained with them.
+    of a Hugging Face folder or a checkpoint are fine-tuned, and the model of a config.json without
+    a preset is trained, by defaults that follow from the model. A resumed run keeps its learning
+    rate and warm-up, the length and the number of sequences of a step, the number of steps, the
+    ZeRO level, adapters and what is frozen, as its checkpoint was trained with them.
 
     Args:
       config: what the run is asked for, with the values of its preset for all else.
     """
     values = of_optimizer(config)
-    saved = traverse_util.flatten_dict(saved_configuration(config), sep=".")
-    values |= {name: saved[name] for name in _KEPT if name in saved}
     if config.mesh.fsdp > 1:
-        level = 1 if Training(config.lora, config.freeze).freezes else 3
-        values["zero"] = saved.get("zero", level)
+        values["zero"] = 1 if Training(config.lora, config.freeze).freezes else 3
+    saved = traverse_util.flatten_dict(saved_configuration(config), sep=".")
+    values |= {name: saved[name] for name in FOLLOWING if name in saved}
     if config.resume or _has_own_defaults(config) is None:
         return values
     with suppress(ValueError, ImportError):  # The preparation of the run says what is wrong.
@@ -66,22 +69,30 @@ def implied(config: Config) -> dict[str, Any]:
 def _has_own_defaults(config: Config) -> str | None:
     """The kind of run, in words, whose defaults follow from a model that is not a preset's; None:
     they are those of the preset."""
-    if model_folder(config) is not None:
+    if _has_weights(config):
         return "fine-tuning"
     return "this model" if config.preset == DEFAULT_PRESET and is_model_file(config) else None
 
 
-def of_model(config: Config) -> dict[str, Any]:
-    """The defaults of a run with the model of a Hugging Face folder or file, by dotted name.
+def _has_weights(config: Config) -> bool:
+    """Whether a new run does not begin with random weights, or a resumed one did not with those of
+    a Hugging Face folder."""
+    return config.init_from is not None or model_folder(config) is not None
 
-    The sequence length is a power of two within the model's context, and at most 4096.
+
+def of_model(config: Config) -> dict[str, Any]:
+    """The defaults of a run with the model of a Hugging Face folder or file, or with the weights of
+    a checkpoint, by dotted name.
+
+    The sequence length is that of the checkpoint, else a power of two within the model's context,
+    and at most 4096.
     """
     steps = config.optimizer.decay_steps or config.steps
     tokens = min(config.model.context_length or _TOKENS, _MOST_TOKENS)
     values = (
         float(f"{usual_learning_rate(config):.0e}"),
         max(min(steps // 20, _MOST_WARMUP), 0),
-        2 ** (tokens.bit_length() - 1),
+        first_configuration(config).get("sequence_length", 2 ** (tokens.bit_length() - 1)),
     )
     return dict(zip(OF_MODEL, values, strict=True))
 
@@ -102,7 +113,7 @@ def usual_learning_rate(config: Config) -> float:
     rate *= config.optimizer.relative_rate or 1.0
     if config.lora.rank is not None:
         return rate * _FINE_TUNING_FRACTION * _ADAPTERS
-    return rate if model_folder(config) is None else rate * _FINE_TUNING_FRACTION
+    return rate * _FINE_TUNING_FRACTION if _has_weights(config) else rate
 
 
 def describe_defaults(config: Config) -> list[str]:
@@ -175,20 +186,6 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
-def saved_configuration(config: Config) -> dict[str, Any]:
+def saved_configuration(config: Config) -> Mapping[str, Any]:
     """The configuration of the checkpoint that the run resumes from; empty if there is none."""
-    if not config.resume or config.checkpoint_dir is None:
-        return {}
-    with suppress(ValueError):  # The opening of the checkpoint says what is wrong with it.
-        return resumed_checkpoint(config).configuration()
-    return {}
-
-
-def resumed_checkpoint(config: Config) -> SavedCheckpoint:
-    """The checkpoint that the run resumes from.
-
-    Raises:
-      ValueError: there is none.
-    """
-    step = "" if config.resume_step is None else f"/step_{config.resume_step}"
-    return find_checkpoint(f"{config.checkpoint_dir}{step}")
+    return first_configuration(config) if config.resume else {}

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint.saved_checkpoint import differences, find_checkpoint
-from models.config import LlamaConfig
+from models.checkpoint.saved_checkpoint import SavedCheckpoint, differences, find_checkpoint
+from models.config import LlamaConfig, config_from_json
 from models.families import PRESETS
 from models.hugging_face import ModelFolder
 from models.hugging_face.files import open_regular
@@ -60,14 +60,43 @@ def with_model_of(config: Config) -> Config:
 
 
 def described_model(config: Config) -> LlamaConfig | None:
-    """The model of the Hugging Face folder that a run begins with, goes on from or evaluates, if
-    there is one that can be read."""
-    if config.eval_only and config.init_from is None:
-        config = dataclasses.replace(config, init_from=config.checkpoint_dir)
+    """The model of the Hugging Face folder, or of the checkpoint of the same preset, that a run
+    begins with, goes on from or evaluates, if there is one that can be read."""
+    config = _with_evaluated(config)
     root = model_folder(config)
     with suppress(ValueError, ImportError):  # The preparation of the run says what is wrong.
-        return None if root is None else ModelFolder.config_of(root)
+        if root is not None:
+            return ModelFolder.config_of(root)
+        saved = first_configuration(config)
+        if saved.get("preset") == config.preset:
+            return _unpadded(config_from_json(saved["model"]))
     return None
+
+
+def first_checkpoint(config: Config) -> SavedCheckpoint:
+    """The checkpoint that a run begins with or goes on from.
+
+    Raises:
+      ValueError: there is none.
+    """
+    step = f"/step_{config.resume_step}" if config.resume and config.resume_step is not None else ""
+    return find_checkpoint(f"{_begins(config)}{step}")
+
+
+def first_configuration(config: Config) -> Mapping[str, Any]:
+    """The configuration of the checkpoint that a run begins with or goes on from; empty if there is
+    none that can be read."""
+    if _begins(config) is not None:
+        with suppress(ValueError):  # The opening of the checkpoint says what is wrong with it.
+            return first_checkpoint(config).configuration()
+    return {}
+
+
+def _with_evaluated(config: Config) -> Config:
+    """The configuration, with the checkpoint that it evaluates as the one that it begins with."""
+    if config.eval_only and config.init_from is None:
+        return dataclasses.replace(config, init_from=config.checkpoint_dir)
+    return config
 
 
 def is_model_of_preset(config: Config) -> bool:
@@ -82,8 +111,8 @@ def check_asked_model(config: Config, model: LlamaConfig) -> None:
       ValueError: flags or a file ask for another model.
     """
     asked = _unpadded(config.model)
-    if asked == model:
-        return
+    if asked == model or model_folder(_with_evaluated(config)) is None:
+        return  # The opening of a checkpoint compares its model.
     differing = differences(dataclasses.asdict(model), dataclasses.asdict(asked))
     listed = ", ".join(f"model.{field}={now}, not {was}" for field, (was, now) in differing.items())
     leave_out = "--model flags" if config.config is None else "--config, or --model flags"

@@ -24,8 +24,8 @@ from train.checkpoint.initial_weights import InitialWeights, check_weights, find
 from train.config.checks import check, check_optimizer
 from train.config.config import Config, MeshSizes
 from train.config.counts import counted
-from train.config.defaults import resumed_checkpoint, saved_configuration
-from train.config.model_folder import naming, with_model_of, without_weights
+from train.config.defaults import saved_configuration
+from train.config.model_folder import first_checkpoint, naming, with_model_of, without_weights
 from train.data.dataset import TextData, open_dataset
 from train.data.tokenizer import BYTES, load_tokenizer
 from train.log.log_file import check_log_file
@@ -193,7 +193,7 @@ def check_inputs(config: Config, model: ModelFunctions) -> None:
         directory = expanded(str(config.checkpoint_dir)).resolve()
         check_intent(directory, config.resume, config.resume_step)
         check_same_training(saved_configuration(config), config.to_json())
-        _check_resumable(resumed_checkpoint(config), config.to_json())
+        _check_resumable(first_checkpoint(config), config.to_json())
     if config.data is not None:
         _open_text(config, config.data, _BEGINNING)
     else:

@@ -15,7 +15,12 @@ from models.hugging_face import ModelFolder
 from models.hugging_face.writing import keep_origin
 from tests.models.hugging_face.folders import DATA
 from train.config.config import Config, MeshSizes
-from train.config.defaults import describe_defaults, describe_preset, of_model
+from train.config.defaults import (
+    describe_defaults,
+    describe_preset,
+    of_model,
+    usual_learning_rate,
+)
 from train.config.model_folder import model_name, with_model_of
 from train.config.presets import PRESETS
 from train.parallel.model import ModelFunctions
@@ -66,6 +71,39 @@ def test_a_resumed_run_keeps_its_level(tmp_path: Path):
     resume = saved_run(tmp_path, parsed("--mesh.fsdp 4 --zero 0"))
     assert parsed(f"{resume} --mesh.fsdp 4").zero == 0
     assert parsed(f"{resume} --mesh.fsdp 4 --zero 3").zero == 3
+
+
+@pytest.mark.parametrize("flags", ["--mesh.fsdp 4", "--mesh.fsdp 4 --zero 2"])
+def test_a_level_is_kept_where_the_mesh_is_kept(flags: str, tmp_path: Path):
+    began = parsed(flags)
+    resume = saved_run(tmp_path, began)
+    assert began.zero > 0
+    assert parsed(resume).zero == began.zero
+    assert parsed(f"{resume} --zero 0").zero == 0
+
+
+@pytest.mark.parametrize("way", ["--resume --checkpoint-dir {}", "--init-from {}"])
+def test_the_model_of_a_checkpoint_of_the_same_preset_is_taken(way: str, tmp_path: Path):
+    began = parsed("--preset llama3-8b --model.num-layers 3 --model.features 256")
+    saved_run(tmp_path, began)
+    flags = way.format(tmp_path)
+    assert parsed(f"{flags} --preset llama3-8b").model == began.model
+    changed = parsed(f"{flags} --preset llama3-8b --model.num-layers 4").model
+    assert changed == dataclasses.replace(began.model, num_layers=4)
+    assert parsed(flags).model == parsed("").model  # Of another preset; opening it is refused.
+
+
+def test_weights_of_a_checkpoint_are_fine_tuned(tmp_path: Path):
+    random = parsed("--sequence-length 64 --steps 40")
+    saved_run(tmp_path, random)
+    tuned = parsed(f"--init-from {tmp_path} --steps 40")
+    usual = usual_learning_rate(random) / 30
+    assert tuned.optimizer.learning_rate == pytest.approx(usual, rel=0.5)
+    assert (tuned.optimizer.warmup_steps, tuned.sequence_length) == (2, 64)
+    given = parsed(f"--init-from {tmp_path} --optimizer.learning-rate 1e-3 --sequence-length 32")
+    assert (given.optimizer.learning_rate, given.sequence_length) == (1e-3, 32)
+    lines = describe_defaults(tuned)
+    assert f"default for fine-tuning: --sequence-length {64}" in lines
 
 
 @pytest.mark.parametrize("name", ["batch_size", "steps"])
