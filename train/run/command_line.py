@@ -33,7 +33,6 @@ from train.config.model_folder import (
     check_asked_model,
     described_model,
     is_model_of_preset,
-    model_folder,
     model_name,
     read_object,
     with_model_of,
@@ -357,7 +356,7 @@ def conclude(
         "--distributed.",
     )  # fmt: skip
     compare = [_interpreter(), "-m", "train.compare", *shared, "--steps", str(config.steps)]
-    if config.resume and config.init_from is None and model_folder(config) is not None:
+    if config.resume and config.init_from is None and described_model(config) is not None:
         compare += ["--init-from", str(config.checkpoint_dir)]  # It says what the model is.
     if config.config is not None:  # The file may name some.
         compare += ["--checkpoint-dir", "None", "--log-file", "None", "--no-resume"]
@@ -366,7 +365,8 @@ def conclude(
     if config.optimizer != schedule.with_schedule_of(config.steps):
         compare += ["--optimizer.decay-steps", str(config.optimizer.decay_steps)]
     if config.resume:  # What it has kept is not among its flags.
-        compare += _values_of(_unset(config, compare), config)
+        compare = _without(compare, "--mesh.") + _values_of(_unset(config, compare), config)
+        compare += [f"--mesh.{axis}={size}" for axis, size in setup.mesh.shape.items()]
     lines.append(f"to compare: {shlex.join(compare)} --a overlap=xla --b overlap=ring")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)

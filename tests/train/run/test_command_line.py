@@ -118,7 +118,13 @@ def test_a_resume_without_steps_trains_the_steps_of_its_run(capsys, tmp_path):
     (mark,) = (event for event in read_log(log) if event["event"] == "resume")
     assert mark["configuration"]["steps"] == 4
     assert "--optimizer.decay-steps 11 --steps 8 --resume\n" in output
-    assert re.findall(r"--steps\S* ?\d+", output.partition("to compare:")[2]) == ["--steps 4"]
+    compare = output.partition("to compare:")[2]
+    assert re.findall(r"--steps\S* ?\d+", compare) == ["--steps 4"]
+    # The checkpoint says what the model is, and the mesh is the one that was kept.
+    kept = parse(shlex.split(compare.partition("train.compare ")[2].partition(" --a ")[0]))
+    assert kept.model == parse(run).model and kept.init_from == str(tmp_path / "saved")
+    assert kept.optimizer.learning_rate == parse(run).optimizer.learning_rate
+    assert (kept.mesh.data, kept.mesh.tensor) == (2, 2)
 
 
 @pytest.mark.parametrize("flags", ["--resume", "--resume --steps 2", "--resume-step 2"])
