@@ -141,6 +141,12 @@ def partly_automatic() -> bool:
     return any(mesh.shape[axis] > 1 for axis in (*mesh.auto_axes, *mesh.explicit_axes))
 
 
+def automatic_axes() -> tuple[str, ...]:
+    """Auto axes of several devices, which the compiler may divide arrays over: ``"data=2"``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(f"{axis}={mesh.shape[axis]}" for axis in mesh.auto_axes if mesh.shape[axis] > 1)
+
+
 def on_one_device() -> bool:
     """Whether each array here is on one device: the compiler divides none."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -123,6 +123,12 @@ class Explanation:
         totals += self._advice_on_gathers()
         if (unmeasured := _unmeasured(self.decisions)) is not None:
             totals.append(unmeasured)
+        if hidden := dict.fromkeys(a for each in self.decisions for a in each.automatic_axes):
+            totals.append(
+                f"shapes count all that {' and '.join(hidden)} may divide, such as a batch: an op"
+                " does not see what XLA shards over Auto axes. A jax.shard_map of the step over"
+                " these axes shows it one device's part (docs/how_to/parallelize.md)"
+            )
         if self.plain:
             totals.append(self._total_of_plain(verbose))
         if self.auto_axes:

@@ -350,3 +350,27 @@ def test_errors_of_a_function_and_arguments_that_a_decorator_adds_stay(
 
     with pytest.raises(TypeError, match="of its own"):
         explain(broken)(1.0)
+
+
+def test_shapes_that_an_auto_axis_may_divide_are_named(make_mesh: MeshFactory) -> None:
+    """Over manual axes alone, an op sees the part of one device."""
+    mesh = make_mesh({"data": 2, AXIS: 2})
+    specs = (P("data", AXIS), P(None, AXIS)), P("data", None, AXIS)
+    arguments = jnp.ones((2, 8, 16)), jnp.ones((16, 8))
+
+    def only(axes: set[str], spec: P) -> P:
+        return P(*(axis if axis in axes else None for axis in spec))
+
+    def total(axes: set[str]) -> str:
+        of_axes = functools.partial(only, axes)
+        function = jax.shard_map(
+            lambda x, w: all_gather_matmul(x, w, AXIS),
+            mesh=mesh,
+            in_specs=tuple(map(of_axes, specs[0])),
+            out_specs=of_axes(specs[1]),
+            axis_names=axes,
+        )
+        return " ".join(str(explain(function)(*arguments)).split())
+
+    assert "shapes count all that data=2 may divide" in total({AXIS})
+    assert "shapes count" not in total({"data", AXIS})

@@ -48,6 +48,7 @@ class Decision:
       is_unmeasured: whether times are those of models, as nothing similar was measured.
       device_kind: JAX's name of the kind of device that it is for, which may be one that is not
         here: a mesh can describe it.
+      automatic_axes: Auto axes, with their sizes, that may divide the site's arrays further.
     """
 
     site: Any
@@ -61,6 +62,7 @@ class Decision:
     multiplied_dtypes: tuple[str, str] | None = None
     is_unmeasured: bool = False
     device_kind: str = field(default="", compare=False)
+    automatic_axes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def hidden_seconds(self) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from collective_matmul._compat import automatic_axes
 from collective_matmul.dispatch.assessment import (
     Assessment,
     Assessments,
@@ -106,6 +107,7 @@ def choose(site: Request, requested: Sequence[str] | None = None) -> Any:
         multiplied,
         is_unmeasured=reference is not None and not assessments.are_measured,
         device_kind=traced_device().device_kind,
+        automatic_axes=automatic_axes(),
     )
     record(decision)
     return numbered(decision, choice.backend)
