@@ -21,7 +21,7 @@ import pytest
 from collective_matmul.jaxprs import scratch
 from collective_matmul.ops.attention import flash_attention
 from models.parameters.adapters import LoraConfig
-from train.config import defaults
+from train.config import model_folder
 from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes
 from train.config.presets import PRESETS
@@ -516,7 +516,7 @@ def test_a_resumed_run_keeps_its_mesh(monkeypatch) -> None:
         assert path == "run"
         return SimpleNamespace(configuration=lambda: saved)
 
-    monkeypatch.setattr(defaults, "find_checkpoint", found)
+    monkeypatch.setattr(model_folder, "find_checkpoint", found)
     run = config(zero=3, checkpoint_dir="run", resume=True)
     assert planned_mesh_sizes(run, 8, 8, H100) == MeshSizes(fsdp=2, tensor=4)
     # Other numbers of devices, a run that begins, and flags have a mesh of their own.
