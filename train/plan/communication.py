@@ -19,6 +19,8 @@ from train.plan.rates import DeviceRates
 from train.plan.rings import GPUS_OF_A_NODE, gathers_in_matmuls, leaves_matmuls_to_xla
 from train.plan.shapes import Linear, Shapes
 
+#: Queries, keys, values and output of attention; gate, up and down.
+_WEIGHTS_OF_A_BLOCK = 7
 #: The share of a copy's time that rings of weights, experts and keys lose though they hide it.
 _RING_LOSS = 0.1
 
@@ -34,6 +36,7 @@ class _WeightGroup(NamedTuple):
       replicas: devices that have the same shard.
       forward: seconds of computation of a microbatch that may hide their gather.
       backward: the same of its backward, for gathers and for sums of gradients.
+      arrays: number of weights that matmuls read, each of which travels by itself in a ring.
       in_8_bits: whether level 3 gathers copies in 8 bits.
     """
 
@@ -44,6 +47,7 @@ class _WeightGroup(NamedTuple):
     replicas: int
     forward: float
     backward: float
+    arrays: int
     in_8_bits: bool = False
 
 
@@ -142,15 +146,15 @@ class Communication:
         blocks = layers * shapes.trained_block_weights, layers * shapes.block_weights
         vocabulary = shapes.trained_vocabulary_weights, shapes.vocabulary_weights
         groups = [
-            _WeightGroup(*blocks, *dense, *under, in_8_bits),
-            _WeightGroup(*vocabulary, *dense, head, computation.head - head),
+            _WeightGroup(*blocks, *dense, *under, _WEIGHTS_OF_A_BLOCK * layers, in_8_bits),
+            _WeightGroup(*vocabulary, *dense, head, computation.head - head, 1),
         ]
         if shapes.expert_weights:
             shards = shapes.expert_shards
             apart = sizes.fsdp if "fsdp" in expert_axes(shapes.config) else 1
             own = shards, shapes.zero if shards > 1 else 0, others // shards // apart
             experts = shapes.all_expert_weights
-            groups.append(_WeightGroup(experts, experts, *own, *under))
+            groups.append(_WeightGroup(experts, experts, *own, *under, 3 * layers))
         return groups
 
     def weights(self) -> float:
@@ -170,7 +174,9 @@ class Communication:
             repeated = sum(linear.weights for linear in self.computation.repeated)
             forward = self._ring(group, group.used, group.forward)
             again = repeated / shapes.block_weights * forward
-            return times * (forward + self._ring(group, group.used, group.backward) + again)
+            together = 2 if group.weights else 1
+            backward = self._ring(group, group.used, group.backward, together)
+            return times * (forward + backward + again)
         travels = sent * (1 if group.in_8_bits else self.computation.width) / bandwidth
         delays = sum(self._beside(travels, under) for under in (group.forward, group.backward))
         launches = 2 * shapes.model.num_layers * self.rates.collective_seconds
@@ -181,11 +187,27 @@ class Communication:
         within = group.shards * self.shapes.sizes.tensor <= GPUS_OF_A_NODE
         return within and gathers_in_matmuls(self.shapes)
 
-    def _ring(self, group: _WeightGroup, numbers: float, compute: float) -> float:
-        """Seconds that rings of all shards of these numbers add to matmuls that compute so long."""
-        share = (group.shards - 1) / group.shards
-        travels = share * numbers * self.computation.width / self.rates.link_bytes
-        return max(0.0, travels - share * compute) + _RING_LOSS * travels
+    def _ring(
+        self, group: _WeightGroup, numbers: float, compute: float, together: int = 1
+    ) -> float:
+        """Seconds that gathers or sums of weights add to matmuls that compute so long, by the
+        faster of rings of all shards, which may wait for their host, and of collectives, which
+        nothing hides there.
+
+        Args:
+          group: the weights.
+          numbers: how many travel.
+          compute: seconds of the matmuls.
+          together: 2 if gathers and sums travel beside the same matmuls, of which this is one.
+        """
+        rates, share = self.rates, (group.shards - 1) / group.shards
+        sent = share * numbers * self.computation.width
+        travels = sent / rates.link_bytes
+        ring = max(0.0, travels - share * compute) + _RING_LOSS * travels
+        host = group.arrays * (group.shards - 1) * rates.host_seconds - compute / together
+        bandwidth = self.bandwidth(group.shards, self.shapes.sizes.tensor)
+        collectives = sent / bandwidth + group.arrays * rates.collective_seconds
+        return min(collectives, max(ring, host))
 
     def gradients(self) -> float:
         """Seconds that sums of gradients add to a step."""
@@ -197,7 +219,7 @@ class Communication:
         sent = (group.shards - 1) / group.shards * group.weights
         seconds = 0.0
         if group.zero == 3 and self._is_ring(group):
-            seconds += count * self._ring(group, group.weights, group.backward)
+            seconds += count * self._ring(group, group.weights, group.backward, 2)
         elif group.zero:
             scatter = sent * width / self.bandwidth(group.shards, tensor)
             once = group.zero == 1 and count > 1

@@ -509,6 +509,26 @@ def test_a_dry_run_names_a_faster_mesh() -> None:
     assert describe_faster_mesh(config(), replicated, "cpu", "cudnn") == []
 
 
+def test_rings_of_weights_wait_for_their_host_where_matmuls_are_small() -> None:
+    """Seven permutes of each of seven weights of a layer take longer than its matmuls; then the ops
+    choose collectives, which nothing hides there."""
+
+    def exposed(preset: str, shards: int) -> float:
+        run = config(
+            preset,
+            zero=3,
+            weight_gather="matmuls",
+            batch_size=shards,
+            sequence_length=4096,
+        )
+        time = predict(run, MeshSizes(fsdp=shards), H100).time
+        return (time.weight_gathers + time.gradient_sums) / time.total
+
+    assert exposed("llama3-8b", 8) < 0.05
+    assert exposed("llama3.2-1b", 2) < 0.05
+    assert exposed("llama3.2-1b", 8) > 0.2
+
+
 def test_a_resumed_run_keeps_its_mesh(monkeypatch) -> None:
     saved = {SAVED_SIZES: MeshSizes(fsdp=2, tensor=4)._asdict()}
 
