@@ -105,7 +105,9 @@ def _message(places: Sequence[_Place]) -> str:
 @functools.cache
 def _start_to_watch() -> None:
     stop = threading.Event()
-    thread = threading.Thread(target=_watch, args=(stop,), name="peer timeouts", daemon=True)
+    thread = threading.Thread(
+        target=_watch, args=(stop, _places), name="peer timeouts", daemon=True
+    )
     thread.start()
 
     # JAX frees the memory at the exit too, but later: it was registered before.
@@ -115,10 +117,10 @@ def _start_to_watch() -> None:
         thread.join()
 
 
-def _watch(stop: threading.Event) -> None:
+def _watch(stop: threading.Event, places: Sequence[_Place]) -> None:
     """Logs the first reports, with those that follow soon. Nothing runs on the devices after."""
     while not stop.wait(_INTERVAL_SECONDS):
-        if any(place.record["written"].any() for place in list(_places)):
+        if any(place.record["written"].any() for place in list(places)):
             stop.wait(_INTERVAL_SECONDS)
-            warn_once(_message(list(_places)))
+            warn_once(_message(list(places)))
             return

@@ -78,7 +78,7 @@ def test_what_a_kernel_stores_is_logged(
         last = f"fence.acq_rel.sys;\nst.relaxed.sys.global.b32 [record + {offset}], {value};" in ptx
         assert last == (int(offset) == OFFSETS["written"])
         memory[int(offset) // 4] = {"$1": 7, "seen": 3}.get(value) or int(value)
-    timeout_reports._watch(threading.Event())
+    timeout_reports._watch(threading.Event(), places)
     (record,) = caplog.records
     assert (
         f"{places[1].device}: {AWAITED.kernel} waited 1234.5 s for {AWAITED.what}; it found 3"
@@ -91,7 +91,7 @@ def test_nothing_is_logged_of_kernels_that_do_not_wait_in_vain(
     places: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     stop = threading.Event()
-    thread = threading.Thread(target=timeout_reports._watch, args=(stop,))
+    thread = threading.Thread(target=timeout_reports._watch, args=(stop, places))
     thread.start()
     thread.join(0.1)
     assert thread.is_alive()
