@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from models.checkpoint.saved_checkpoint import SavedCheckpoint, differences, find_checkpoint
+from models.checkpoint.saved_checkpoint import SavedCheckpoint, differences
 from models.hugging_face.chat.template import read_variables
 from models.hugging_face.run_tokenizer import keep_tokenizer
 from models.hugging_face.writing import keep_origin
@@ -25,7 +24,13 @@ from train.config.checks import check, check_optimizer
 from train.config.config import Config, MeshSizes
 from train.config.counts import counted
 from train.config.defaults import saved_configuration
-from train.config.model_folder import first_checkpoint, naming, with_model_of, without_weights
+from train.config.model_folder import (
+    first_checkpoint,
+    first_configuration,
+    naming,
+    with_model_of,
+    without_weights,
+)
 from train.data.dataset import TextData, open_dataset
 from train.data.tokenizer import BYTES, load_tokenizer
 from train.log.log_file import check_log_file
@@ -167,13 +172,12 @@ def with_padding(config: Config, sizes: MeshSizes) -> Config:
     """The configuration with a vocabulary that is padded as in the checkpoint that the run begins
     with, or as the tensor axis needs."""
     model = config.model
-    folder = config.checkpoint_dir if config.resume else config.init_from
-    if model.padded_vocabulary_size is None and folder is not None:
-        with suppress(ValueError):  # The opening of the checkpoint says what is wrong with it.
-            saved = find_checkpoint(folder).configuration().get("model", {})
-            if saved.get("vocabulary_size") == model.vocabulary_size:
-                rows = saved["padded_vocabulary_size"]
-                model = dataclasses.replace(model, padded_vocabulary_size=rows)
+    saved = first_configuration(config).get("model", {})
+    if (
+        model.padded_vocabulary_size is None
+        and saved.get("vocabulary_size") == model.vocabulary_size
+    ):
+        model = dataclasses.replace(model, padded_vocabulary_size=saved["padded_vocabulary_size"])
     return dataclasses.replace(config, model=model.padded_for(sizes.tensor))
 
 
