@@ -126,8 +126,9 @@ class Explanation:
         if hidden := dict.fromkeys(a for each in self.decisions for a in each.automatic_axes):
             totals.append(
                 f"shapes count all that {' and '.join(hidden)} may divide, such as a batch: an op"
-                " does not see what XLA shards over Auto axes. A jax.shard_map of the step over"
-                " these axes shows it one device's part (docs/how_to/parallelize.md)"
+                " does not see what XLA shards over Auto axes. data_axis_name= of parallelize and"
+                " of layers, or a jax.shard_map over these axes, shows it one device's part"
+                " (docs/how_to/parallelize.md)"
             )
         if self.plain:
             totals.append(self._total_of_plain(verbose))

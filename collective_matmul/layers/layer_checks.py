@@ -19,6 +19,7 @@ from collective_matmul.layers.sharding_context import (
 from collective_matmul.operands.quantized import Quantized
 from collective_matmul.operands.sharded import WeightShards
 from collective_matmul.ops.experts.activations import ACTIVATIONS
+from collective_matmul.ops.matmul.checks import shown
 
 
 @contextlib.contextmanager
@@ -358,8 +359,25 @@ def shared_expert(shared_features: int, shared_gate: bool, activation: str) -> N
         )
 
 
+def data_axes(value: Any, *others: str) -> tuple[str, ...]:
+    """A layer's `data_axis_name` as a tuple.
+
+    Raises:
+      TypeError: if it is neither a name nor a sequence of names.
+      ValueError: if it names an axis twice, or one of `others`, over which the layer works.
+    """
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"data_axis_name={shown(value)}: expected the name of a mesh axis that shards dimension"
+            " 0 of activations, a tuple of names, or () for none"
+        )
+    distinct_axes((*others, *names))
+    return tuple(names)
+
+
 def distinct_axes(names: Sequence[str]) -> None:
-    """Checks the axes of a layer of experts.
+    """Checks the axes of a layer.
 
     Raises:
       ValueError: if one is named twice.
@@ -369,16 +387,3 @@ def distinct_axes(names: Sequence[str]) -> None:
             f"axis_name, hidden_axis_name, weight_axis_name and data_axis_name: {tuple(names)} has"
             " an axis twice; name each axis once"
         )
-
-
-def known_axes(argument: str, names: Sequence[str], available: Sequence[str]) -> None:
-    """Checks that a mesh has axes.
-
-    Raises:
-      ValueError: if it does not.
-    """
-    for name in names:
-        if name not in available:
-            raise ValueError(
-                f"{argument}={name!r}: the mesh has the axes {tuple(available)}; name one of them"
-            )

@@ -4,10 +4,11 @@ Inside a `jax.shard_map` over the tensor axis, parameters and activations are th
 Elsewhere they are global, and the layer enters `shard_map` itself.
 
 It makes the tensor axis manual and leaves other Auto axes to the compiler, so a batch sharded over
-them stays sharded. Explicit axes are part of an array's type, which `shard_map` requires in its
-specs. They become manual too: leading dimensions stay sharded as the type of x says, and parameters
-are gathered. Axes of size 1 become manual because XLA compiles a `shard_map` over the whole mesh
-best.
+them stays sharded. Axes that a layer is told of as its `data_axis_name` become manual too, so that
+its ops see one device's part of the batch. Explicit axes are part of an array's type, which
+`shard_map` requires in its specs. They become manual likewise: leading dimensions stay sharded as
+the type of x says, and parameters are gathered. Axes of size 1 become manual because XLA compiles a
+`shard_map` over the whole mesh best.
 
 JAX's default is Explicit axes, and refuses operations whose sharding it cannot infer. Most code is
 not written for that. So a mesh that a layer is given has Auto axes for it, until it is called with
@@ -19,8 +20,9 @@ differentiate that only if the outer one has ``check_vma=False``.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,12 +106,14 @@ class GlobalArrays:
       axis_name: the mesh axis; "" for a layer that works over no axis.
       mesh: the mesh of the arrays.
       further_axes: further axes that `map_shards` divides arrays over.
+      data_axes: Auto axes that shard dimension 0 of activations where they divide it.
       parameter_shards: the number of pieces that parameters are already split into.
     """
 
     axis_name: str
     mesh: Mesh | AbstractMesh
     further_axes: tuple[str, ...] = ()
+    data_axes: tuple[str, ...] = ()
     parameter_shards = 1
 
     @property
@@ -123,10 +127,17 @@ class GlobalArrays:
         return self.mesh.shape[self.axis_name]
 
     def leading_axes(self, x: jax.Array, count: int) -> LeadingAxes:
-        """The Explicit axes that shard the first `count` dimensions, without the context's own."""
+        """The axes that are known to shard the first `count` dimensions, without the context's own.
+
+        Types of arrays tell of Explicit axes. Those of the batch are known by `data_axes`.
+        """
         others = set(self._explicit_axes()) - set(self.axes)
         named = (*_axes_of(jax.typeof(x).sharding.spec), *[()] * count)[:count]
-        return tuple(tuple(axis for axis in axes if axis in others) for axes in named)
+        leading = tuple(tuple(axis for axis in axes if axis in others) for axes in named)
+        if not self.data_axes or not leading:
+            return leading
+        batch = (*leading[0], *self.data_axes)
+        return (batch, *leading[1:]) if x.shape[0] % self.shards(batch) == 0 else leading
 
     def weight_shards(self, sharding: WeightSharding | None) -> None:
         """None: the compiler gathers what a second axis shards."""
@@ -139,12 +150,13 @@ class GlobalArrays:
     def map_shards(self, fun: Callable, operands: Any, in_specs: Any, out_specs: Any) -> Any:
         """``fun(*operands)`` on every device's shards; `in_specs` is a pytree like `operands`."""
         single = (axis for axis in self.mesh.abstract_mesh.auto_axes if self.mesh.shape[axis] == 1)
+        named = itertools.chain(*(itertools.chain(*_axes_of(s)) for s in jax.tree.leaves(in_specs)))
         return jax.shard_map(
             fun,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={*self.axes, *self._explicit_axes(), *single},
+            axis_names={*self.axes, *self._explicit_axes(), *single, *named},
         )(*jax.tree.map(self._with_type_of, operands, in_specs))
 
     def reshard(self, y: jax.Array, sharding: Sharding | P | None) -> jax.Array:
@@ -177,6 +189,7 @@ def current_context(
     mesh: Mesh | AbstractMesh | None,
     arrays: Any = (),
     further_axes: tuple[str, ...] = (),
+    data_axes: tuple[str, ...] = (),
 ) -> ShardingContext:
     """The context of the caller.
 
@@ -185,6 +198,8 @@ def current_context(
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       arrays: a pytree of the arrays that the layer is called with, and of its parameters.
       further_axes: further mesh axes that the layer works over.
+      data_axes: mesh axes that shard dimension 0 of the layer's activations. Inside a `shard_map`
+        over one of them arrays are shards already, and types tell it of Explicit axes.
 
     Raises:
       TypeError: if `mesh` is something else.
@@ -213,15 +228,27 @@ def current_context(
             " `with jax.set_mesh(mesh):`, construct it with mesh=mesh, or call it inside"
             " jax.shard_map over that axis"
         )
-    for axis in axes:
-        if axis not in found.axis_names:
-            raise ValueError(
-                f"axis_name={shown(axis)}: the mesh has the axes {tuple(found.axis_names)}; name"
-                " one of them"
-            )
+    known_axes("axis_name", axes, found.axis_names)
+    known_axes("data_axis_name", data_axes, found.axis_names)
     if around.empty and not any(map(has_explicit_axes, jax.tree.leaves(arrays))):
         found = with_auto_axes(found)
-    return GlobalArrays(axis_name, found, further_axes)
+    free = set(found.abstract_mesh.auto_axes) - {*axes, *around.manual_axes}
+    data = tuple(axis for axis in data_axes if axis in free)
+    return GlobalArrays(axis_name, found, further_axes, data)
+
+
+def known_axes(argument: str, names: Sequence[str], available: Sequence[str]) -> None:
+    """Checks that a mesh has axes.
+
+    Raises:
+      ValueError: if it does not.
+    """
+    for name in names:
+        if name not in available:
+            raise ValueError(
+                f"{argument}={shown(name)}: the mesh has the axes {tuple(available)}; name one of"
+                " them"
+            )
 
 
 def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
@@ -239,16 +266,18 @@ def has_explicit_axes(value: Any) -> bool:
     return isinstance(value, jax.Array) and bool(jax.typeof(value).sharding.mesh.explicit_axes)
 
 
-def known_axis_size(axis_name: str, mesh: Mesh | AbstractMesh | None) -> int | None:
+def known_axis_size(
+    axis_name: str, mesh: Mesh | AbstractMesh | None, data_axes: tuple[str, ...] = ()
+) -> int | None:
     """The size of the axis, or None if no mesh that has it is known yet.
 
     Raises:
-      ValueError: if `mesh` has no such axis.
+      ValueError: if `mesh` has no such axis, or not the axes `data_axes`.
     """
     around = jax.sharding.get_abstract_mesh()
     if mesh is None and axis_name not in around.axis_names:
         return None
-    return current_context(axis_name, mesh).devices
+    return current_context(axis_name, mesh, data_axes=data_axes).devices
 
 
 def sharded(leading: LeadingAxes, dimension: int | None, axis_name: str) -> LeadingAxes:

@@ -58,7 +58,7 @@ class ExpertAxes:
           ValueError: if an axis is named twice, or the dimensions are not one for each.
         """
         experts = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-        data = (data_axis_name,) if isinstance(data_axis_name, str) else tuple(data_axis_name)
+        data = layer_checks.data_axes(data_axis_name)
         exchanged = experts if hidden_axis_name is None else (*experts, hidden_axis_name)
         named = (*exchanged, *data)
         if weight_axis_name is not None:

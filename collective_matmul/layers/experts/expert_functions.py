@@ -32,6 +32,7 @@ from collective_matmul.layers.sharding_context import (
     LocalShards,
     ShardingContext,
     current_context,
+    known_axes,
     partition_spec,
 )
 from collective_matmul.operands.quantized import Quantized
@@ -110,7 +111,7 @@ def expert_context(
         return context
     # The types of arrays say what Explicit axes shard.
     auto = context.mesh.abstract_mesh.auto_axes
-    layer_checks.known_axes("data_axis_name", data, context.mesh.axis_names)
+    known_axes("data_axis_name", data, context.mesh.axis_names)
     added = [axis for axis in data if axis in auto and axis not in names]
     return replace(context, further_axes=(*context.further_axes, *added))
 

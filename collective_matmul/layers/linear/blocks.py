@@ -46,9 +46,10 @@ class GatedFeedForward(nnx.Module):
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       lora: the adapter of all three layers, or one for each of their names; None for none. If one
         layer has an adapter, the others are frozen too: give them ``frozen=True``.
-      **options: passed on to all three layers: use_bias, implementation, weight_axis_name, dtype,
-        param_dtype, kernel_init, bias_init and rngs, as for `ColumnParallelLinear`. Gate and up
-        have weight_dimension too; that of down is 1, so with 0 all are sharded over `features`.
+      **options: passed on to all three layers: use_bias, implementation, weight_axis_name,
+        data_axis_name, dtype, param_dtype, kernel_init, bias_init and rngs, as for
+        `ColumnParallelLinear`. Gate and up have weight_dimension too; that of down is 1, so with 0
+        all are sharded over `features`.
 
     Raises:
       ValueError: as the layers raise.
@@ -132,8 +133,8 @@ class AttentionProjection(nnx.Module):
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       lora: the adapter of all three layers, or one for each of their names; None for none. If one
         layer has an adapter, the others are frozen too: give them ``frozen=True``.
-      **options: passed on to all three layers: use_bias, implementation, dtype, param_dtype,
-        kernel_init, bias_init and rngs, as for `ColumnParallelLinear`.
+      **options: passed on to all three layers: use_bias, implementation, data_axis_name, dtype,
+        param_dtype, kernel_init, bias_init and rngs, as for `ColumnParallelLinear`.
 
     Raises:
       ValueError: if num_key_value_heads does not divide num_heads; and as the layers raise.

@@ -32,6 +32,7 @@ from collective_matmul.layers.linear.functions import (
 from collective_matmul.layers.linear.lora import Adapter, Lora
 from collective_matmul.layers.linear.shared_calls import SharedCalls, shared_calls_of, sharing
 from collective_matmul.layers.sharding_context import (
+    ShardingContext,
     WeightSharding,
     current_context,
     known_axis_size,
@@ -51,6 +52,7 @@ _ALIKE = (
     "implementation",
     "fp8",
     "weight_sharding",
+    "data_axis_name",
     "dtype",
     "mesh",
     "frozen",
@@ -65,6 +67,7 @@ class LayerOptions(TypedDict, total=False):
     fp8: RecipeName | None
     weight_axis_name: str | None
     weight_dimension: Literal[0, 1]
+    data_axis_name: str | tuple[str, ...]
     dtype: DTypeLike | None
     param_dtype: DTypeLike
     kernel_init: nnx.Initializer
@@ -92,9 +95,10 @@ class _ParallelLinear(nnx.Module):
     """
 
     bias: nnx.Param[jax.Array] | None
-    #: Modules that were made without these have neither.
+    #: Modules that were made without these have none of them.
     frozen: bool = False
     lora: Lora | None = None
+    data_axis_name: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -109,6 +113,7 @@ class _ParallelLinear(nnx.Module):
         fp8: RecipeName | None = None,
         weight_axis_name: str | None = None,
         weight_dimension: Literal[0, 1] = 1,
+        data_axis_name: str | tuple[str, ...] = (),
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = _KERNEL_INIT,
@@ -130,10 +135,8 @@ class _ParallelLinear(nnx.Module):
         names: list[tuple[str, ...]] = [()] * (len(inputs) + len(outputs))
         if sharded_features is not None:
             names[0 if sharded_features == "in_features" else len(inputs)] = (axis_name,)
-        devices = known_axis_size(axis_name, mesh)
-        if devices and sharded_features is not None:
-            sizes = inputs if sharded_features == "in_features" else outputs
-            layer_checks.features(sharded_features, sizes, axis_name, devices)
+        self.data_axis_name = layer_checks.data_axes(data_axis_name, axis_name)
+        self._check_features(sharded_features)
         bias_names = names[len(inputs) :]
         if weight_axis_name is not None:
             dimensions = "0 for the first of in_features, or 1 for the first of out_features"
@@ -143,9 +146,16 @@ class _ParallelLinear(nnx.Module):
         kernel = kernel_init(rngs.params(), flat, param_dtype).reshape(*inputs, *outputs)
         self.kernel, self.bias = _param(kernel, names), nnx.data(None)
         if use_bias:
-            bias = bias_init(rngs.params(), flat[1:], param_dtype)
-            self.bias = _param(bias.reshape(outputs), bias_names)
+            bias = bias_init(rngs.params(), flat[1:], param_dtype).reshape(outputs)
+            self.bias = _param(bias, bias_names)
         self._add_adapter(lora, flat, (names[0], names[len(inputs)]), rngs)
+
+    def _check_features(self, sharded: Literal["in_features", "out_features"] | None) -> None:
+        """Raises ValueError if the axis is known and does not divide these features."""
+        devices = known_axis_size(self.axis_name, self.mesh, self.data_axis_name)
+        if devices and sharded is not None:
+            sizes = self.kernel_shape[0 if sharded == "in_features" else 1]
+            layer_checks.features(sharded, sizes, self.axis_name, devices)
 
     def _add_adapter(
         self,
@@ -189,6 +199,10 @@ class _ParallelLinear(nnx.Module):
         """The adapter of a call with parameters A and B [r, prod(N)] of this layer's sizes."""
         columns = b.shape[1] // math.prod(self.kernel_shape[1][1:])
         return Adapter(a, b.reshape(-1, columns, *self.kernel_shape[1][1:]), key, lora)
+
+    def context_of(self, arrays: Any) -> ShardingContext:
+        """The context of a call with these arrays."""
+        return current_context(self.axis_name, self.mesh, arrays, data_axes=self.data_axis_name)
 
     @property
     def kernel_shape(self) -> KernelShape:
@@ -244,6 +258,9 @@ class ColumnParallelLinear(_ParallelLinear):
           in their own loop, in `dtype`; elsewhere the compiler does.
         * weight_dimension (default 1): what it shards: 0 for the first of in_features, 1 for the
           first of out_features.
+        * data_axis_name (default ()): a mesh axis that shards dimension 0 of global arrays, the
+          batch, or several. Types of arrays do not say what Auto axes shard: without it, backends
+          are chosen for the whole batch, and kernels that no Auto axis may divide are left out.
         * dtype: dtype of the computation and of the communicated arrays; None promotes x and the
           parameters.
         * param_dtype (default float32): dtype of the parameters.
@@ -302,7 +319,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         if isinstance(x, SharedProjections):
             y = x.results[id(self)]
-            return current_context(self.axis_name, self.mesh, y).reshard(y, out_sharding)
+            return self.context_of(y).reshard(y, out_sharding)
         return self.with_adapter(x, self._adapter(), out_sharding)
 
     def with_adapter(
@@ -314,7 +331,7 @@ class ColumnParallelLinear(_ParallelLinear):
             y = calls.result(name, x)
         else:
             (y,) = _gathered_once(x, [self], [adapter])
-        return current_context(self.axis_name, self.mesh, y).reshard(y, out_sharding)
+        return self.context_of(y).reshard(y, out_sharding)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -376,7 +393,7 @@ class RowParallelLinear(_ParallelLinear):
         # Not by [...], which is for arrays: it may be a Quantized.
         kernel, bias = self.kernel.get_value(), None if self.bias is None else self.bias[...]
         dtype = canonicalize_dtype(x, typed(kernel), bias, dtype=self.dtype)
-        context = current_context(self.axis_name, self.mesh, (x, kernel))
+        context = self.context_of((x, kernel))
         y = row_parallel(
             context,
             jnp.asarray(x, dtype),
@@ -423,9 +440,10 @@ def shared_gather(x: jax.Array, layers: Sequence[Any]) -> tuple[jax.Array, ...]:
       x: global [..., S, *in_features] or local [..., s, *in_features].
       layers: at least one layer: all `ColumnParallelLinear`, or layers with an adapter around one,
         with the same in_features, axis_name, gather_dimension, implementation, fp8,
-        weight_axis_name, weight_dimension, dtype, mesh and frozen, which layers with an adapter
-        are. Or layers of Flax that are not, or not yet, collective. Or linen layers of one module,
-        which share the gather inside of a `ParallelModule` whose plan has one `Column` for all.
+        weight_axis_name, weight_dimension, data_axis_name, dtype, mesh and frozen, which layers
+        with an adapter are. Or layers of Flax that are not, or not yet, collective. Or linen layers
+        of one module, which share the gather inside of a `ParallelModule` whose plan has one
+        `Column` for all.
 
     Returns:
       The results of the layers, in their order.
@@ -495,7 +513,7 @@ def _gathered_once(
     kernels: list[Any] = [layer.kernel.get_value() for layer in layers]
     biases: list[Any] = [None if layer.bias is None else layer.bias[...] for layer in layers]
     dtype = canonicalize_dtype(x, *map(typed, kernels), *biases, dtype=first.dtype)
-    context = current_context(first.axis_name, first.mesh, (x, kernels))
+    context = first.context_of((x, kernels))
     contracted = len(first.kernel_shape[0])
     for place, layer in enumerate(layers):
         adapter = adapters[place]

@@ -75,6 +75,7 @@ class ParallelModule:
       mesh: mesh of the global arrays; None uses the mesh of `jax.set_mesh`.
       implementation: which backends execute the matmuls, as the ops take it; None chooses for each
         shape.
+      data_axis_name: mesh axes that shard dimension 0 of global activations: see `parallelize`.
     """
 
     module: linen.Module
@@ -82,6 +83,7 @@ class ParallelModule:
     axis_name: str = "tensor"
     mesh: Mesh | AbstractMesh | None = None
     implementation: Implementation = None
+    data_axis_name: str | tuple[str, ...] = ()
     # A kernel's shape does not tell an additional feature dimension from layers stacked by
     # linen.scan. The layer does, when it is called.
     _kernel_ranks: KernelRanks = field(
@@ -91,6 +93,8 @@ class ParallelModule:
     def __post_init__(self) -> None:
         # Checked here, once, and not by every op.
         object.__setattr__(self, "implementation", check_implementation(self.implementation))
+        data_axes = layer_checks.data_axes(self.data_axis_name, self.axis_name)
+        object.__setattr__(self, "data_axis_name", data_axes)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's own ``init``, on global arrays, outside `shard_map`.
@@ -261,6 +265,10 @@ class ParallelModule:
         above = path.rpartition(".")[0]
         return known.setdefault(above, SharedCalls(repr(above), style.names))
 
+    def _context(self, arrays: Any) -> ShardingContext:
+        data_axes = layer_checks.data_axes(self.data_axis_name)
+        return current_context(self.axis_name, self.mesh, arrays, data_axes=data_axes)
+
     def _attention(
         self, call: Callable, module: linen.Module, style: Heads, args: Any, kwargs: Any
     ) -> Any:
@@ -268,7 +276,7 @@ class ParallelModule:
         layer_checks.heads(".".join(module.path), module, self.axis_name, self.mesh)
         if module.is_initializing():
             return call(*args, **kwargs)
-        context = current_context(self.axis_name, self.mesh, (args, kwargs, module.variables))
+        context = self._context((args, kwargs, module.variables))
         implementation = check_implementation(self.implementation)
         arguments = linen_attention.shared_projections(
             module, args, kwargs, context, style, implementation
@@ -300,7 +308,7 @@ class ParallelModule:
         if module.is_initializing() or not module.has_variable("params", "kernel"):
             return call(inputs)
         kernel = unboxed(module.get_variable("params", "kernel"))
-        context = current_context(self.axis_name, self.mesh, (inputs, kernel))
+        context = self._context((inputs, kernel))
         shape = kernel.shape[: len(axes)], features
         if isinstance(style, Row):
             return self._row(module, style, context, inputs, shape)

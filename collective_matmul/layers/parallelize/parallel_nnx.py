@@ -79,7 +79,8 @@ def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
     Args:
       model: the model.
       plan: styles by path pattern.
-      options: options of the collective layers: axis_name, mesh and implementation.
+      options: options of the collective layers: axis_name, mesh, implementation and
+        data_axis_name.
 
     Returns:
       The model.

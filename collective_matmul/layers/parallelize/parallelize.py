@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 from flax import linen, nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from collective_matmul.layers import layer_checks
 from collective_matmul.layers.parallelize import path_patterns
 from collective_matmul.layers.parallelize.parallel_linen import ParallelModule
 from collective_matmul.layers.parallelize.parallel_nnx import parallelize_nnx
@@ -27,6 +28,7 @@ def parallelize(
     axis_name: str = "tensor",
     mesh: Mesh | AbstractMesh | None = None,
     implementation: Implementation = None,
+    data_axis_name: str | tuple[str, ...] = (),
 ) -> Model: ...
 @overload
 def parallelize(
@@ -36,6 +38,7 @@ def parallelize(
     axis_name: str = "tensor",
     mesh: Mesh | AbstractMesh | None = None,
     implementation: Implementation = None,
+    data_axis_name: str | tuple[str, ...] = (),
 ) -> ParallelModule: ...
 def parallelize(
     model: Any,
@@ -44,6 +47,7 @@ def parallelize(
     axis_name: str = "tensor",
     mesh: Mesh | AbstractMesh | None = None,
     implementation: Implementation = None,
+    data_axis_name: str | tuple[str, ...] = (),
 ) -> Any:
     """Makes linear layers and attention of a model collective; weights and paths stay the same.
 
@@ -86,12 +90,15 @@ def parallelize(
         `explain` tells about the model on devices that are not here.
       implementation: which backends execute the matmuls, as the ops take it; None chooses for each
         shape. See `collective_matmul.ops.matmul.backends`.
+      data_axis_name: a mesh axis that shards dimension 0 of global activations, the batch, or
+        several; needed for axes of type Auto alone. Results are the same without, but a layer then
+        chooses backends for the whole batch: see `ColumnParallelLinear`.
 
     Returns:
       The nnx model itself; for a linen module, a `ParallelModule` with its `init` and `apply`.
 
     Raises:
-      TypeError: if `model`, `plan` or `mesh` has another type.
+      TypeError: if `model`, `plan`, `mesh` or `data_axis_name` has another type.
       ValueError: for an entry of the plan that matches no layer, or another module, or a layer
         with unsupported options; for two entries that say different things of one layer; for
         sizes and numbers of heads that the axis does not divide. For nnx it is raised at once,
@@ -105,11 +112,13 @@ def parallelize(
         )
     path_patterns.check(plan)
     requested = check_implementation(implementation)
-    known_axis_size(axis_name, mesh)
+    data_axes = layer_checks.data_axes(data_axis_name, axis_name)
+    known_axis_size(axis_name, mesh, data_axes)
     if isinstance(model, linen.Module):
-        return ParallelModule(model, plan, axis_name, mesh, requested)
+        return ParallelModule(model, plan, axis_name, mesh, requested, data_axes)
     if isinstance(model, nnx.Module):
         options = dict(axis_name=axis_name, mesh=mesh, implementation=requested)
+        options["data_axis_name"] = data_axes
         return parallelize_nnx(model, plan, options)
     raise TypeError(
         f"model: a {type(model).__name__}; expected a flax.nnx.Module or a flax.linen.Module"

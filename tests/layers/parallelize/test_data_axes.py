@@ -1,0 +1,138 @@
+"""`data_axis_name`: layers that are told which Auto axes shard the batch."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import pytest
+from flax import linen, nnx
+from jax.sharding import Mesh
+
+from collective_matmul import explain
+from collective_matmul.layers import (
+    Column,
+    ColumnParallelLinear,
+    GatedFeedForward,
+    Heads,
+    Row,
+    Shared,
+    parallelize,
+)
+from tests.conftest import MeshFactory
+from tests.layers.reference import assert_close, outcome, random, unsharded_outcome
+
+pytestmark = pytest.mark.usefixtures("strict_dtype_promotion")
+
+FEATURES, HIDDEN = 8, 16
+SHAPE = 4, 8, FEATURES
+PLAN = {"attention": Heads(), "": Shared("gate", "up"), "down": Row()}
+
+
+@pytest.fixture
+def mesh(make_mesh: MeshFactory) -> Mesh:
+    return make_mesh({"data": 2, "tensor": 4})
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = nnx.MultiHeadAttention(
+            4, FEATURES, decode=False, use_bias=False, rngs=rngs
+        )
+        self.gate = nnx.Linear(FEATURES, HIDDEN, rngs=rngs)
+        self.up = nnx.Linear(FEATURES, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, FEATURES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(x)
+        return x + self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + linen.MultiHeadDotProductAttention(4, name="attention")(x)
+        return x + linen.Dense(FEATURES, name="down")(linen.Dense(HIDDEN, name="up")(x))
+
+
+def local_inputs(fun: Any, *args: Any) -> set[tuple[int, ...]]:
+    """The first operands' local shapes in the ops of a function."""
+    return {decision.site.operands[0][0] for decision in explain(fun)(*args).decisions}
+
+
+def shapes_of(batch: int) -> set[tuple[int, ...]]:
+    """The inputs of the ops of a block over 4 devices, for one device's part of the batch."""
+    return {(batch, 2, FEATURES), (batch, 8, 2), (batch, 8, HIDDEN // 4)}
+
+
+def test_results_and_gradients_stay_the_same(mesh: Mesh) -> None:
+    x = random(*SHAPE)
+    expected = unsharded_outcome(Block(nnx.Rngs(0)), x)
+    model = parallelize(Block(nnx.Rngs(0)), PLAN, data_axis_name="data", implementation="ring")
+    assert_close(outcome(model, x, "auto", mesh), expected)
+
+
+@pytest.mark.parametrize(("named", "batch"), [((), 4), ("data", 2), (("data",), 2)])
+def test_ops_see_one_devices_part_of_the_batch(named: Any, batch: int, mesh: Mesh) -> None:
+    model = parallelize(Block(nnx.Rngs(0)), PLAN, mesh=mesh, data_axis_name=named)
+    explanation = explain(lambda model, x: model(x))(model, random(*SHAPE))
+    assert local_inputs(lambda model, x: model(x), model, random(*SHAPE)) == shapes_of(batch)
+    assert ("shapes count all that data=2" in str(explanation)) == (not named)
+
+
+def test_a_batch_that_the_axis_does_not_divide_stays_whole(mesh: Mesh) -> None:
+    model, x = Block(nnx.Rngs(0)), random(3, *SHAPE[1:])
+    expected = model(x)
+    parallelize(model, PLAN, mesh=mesh, data_axis_name="data")
+    assert local_inputs(lambda model, x: model(x), model, x) == shapes_of(3)
+    assert_close(jax.jit(lambda model, x: model(x))(model, x), expected)
+
+
+def test_tokens_in_one_dimension_are_sharded_over_both_axes(mesh: Mesh) -> None:
+    model, x = Block(nnx.Rngs(0)).down, random(32, HIDDEN)
+    expected = model(x)
+    both = nnx.List([model])
+    parallelize(both, {"0": Column()}, mesh=mesh, data_axis_name="data")
+    assert local_inputs(lambda model, x: model[0](x), both, x) == {(4, HIDDEN)}
+    assert_close(jax.jit(lambda model, x: model[0](x))(both, x), expected)
+
+
+def test_inside_a_shard_map_over_the_axis_arrays_are_shards_already(mesh: Mesh) -> None:
+    x = random(*SHAPE)
+    model = parallelize(Block(nnx.Rngs(0)), PLAN, data_axis_name="data")
+    assert_close(outcome(model, x, "local", mesh), unsharded_outcome(Block(nnx.Rngs(0)), x))
+
+
+def test_linen_modules_take_it_too(mesh: Mesh) -> None:
+    x, plan = random(*SHAPE), {"attention": Heads(), "up": Column(), "down": Row()}
+    model = parallelize(LinenBlock(), plan, mesh=mesh, data_axis_name="data")
+    variables = model.init(jax.random.key(0), x)
+    assert local_inputs(model.apply, variables, x) == shapes_of(2)
+    assert_close(jax.jit(model.apply)(variables, x), LinenBlock().apply(variables, x))
+
+
+def test_other_layers_take_it_as_an_option(mesh: Mesh) -> None:
+    options: Any = dict(data_axis_name="data", mesh=mesh, rngs=nnx.Rngs(0))
+    layer = GatedFeedForward(FEATURES, HIDDEN, **options)
+    shapes = {(2, 2, FEATURES), (2, 8, HIDDEN // 4)}
+    assert local_inputs(lambda layer, x: layer(x), layer, random(*SHAPE)) == shapes
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "unknown": ("batch", ValueError, "data_axis_name='batch': the mesh has the axes ('data', 'ten"),
+    "the axis of the layer": ("tensor", ValueError, "('tensor', 'tensor') has an axis twice"),
+    "no name": (0, TypeError, "data_axis_name=0: expected the name of a mesh axis that shards"),
+    "an array": (random(2), TypeError, "data_axis_name=an array float32[2]: expected"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str, mesh: Mesh) -> None:
+    named, error, sentence = REFUSED[case]
+    model = Block(nnx.Rngs(0))
+    with pytest.raises(error, match=re.escape(sentence)):
+        parallelize(model, PLAN, mesh=mesh, data_axis_name=named)
+    assert type(model.down) is nnx.Linear
+    with pytest.raises(error, match=re.escape(sentence)):
+        ColumnParallelLinear(8, 8, mesh=mesh, data_axis_name=named, rngs=nnx.Rngs(0))
