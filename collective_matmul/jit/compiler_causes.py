@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from collective_matmul.hardware import Rates
 from collective_matmul.jaxprs.collectives import seconds_of_bytes
+from collective_matmul.jaxprs.graph import type_of
 from collective_matmul.jaxprs.sources import described
 from collective_matmul.jit.compiler_sharding import Communication, communications
 
@@ -102,6 +104,9 @@ def _seconds(
 def _cure(equation: JaxprEqn) -> str:
     if equation.primitive.name in ("shard_map", "sharding_constraint"):
         return "shard arrays over the axis as the operations around do"
+    operand = type_of(equation.invars[0])
+    if equation.primitive.name == "slice" and jnp.issubdtype(operand.dtype, jnp.integer):
+        return "cut tokens before the program: take inputs and targets as two arguments"
     return (
         "leave such operations out, or do them in a jax.shard_map over the axis, or after the"
         " matmul that gathers over the axis"

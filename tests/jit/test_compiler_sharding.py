@@ -91,6 +91,10 @@ LOCAL: dict[str, Callable[[Maps, Any], Any]] = {
     "take": lambda to, x: jnp.take(to.rows(x), jnp.arange(4), axis=1),
     "lookup": lambda to, x: jnp.take(W, to.rows(x)[:, 0].astype(int), axis=0),
     "each": lambda to, x: jnp.take_along_axis(to.rows(x), jnp.zeros((16, 1), int), 1),
+    "each updated": lambda to, x: jax.vjp(
+        lambda x: jnp.take_along_axis(to.rows(x), jnp.ones((16, 1), int), 1), x
+    )[1](jnp.ones((16, 1)))[0],
+    "columns updated": lambda to, x: to.rows(x).at[:, jnp.array([3, 5])].add(1.0),
     "random": lambda to, x: to.rows(x) + jax.random.normal(jax.random.key(0), x.shape),
     "scan": lambda to, x: _loop(lambda x: jnp.tanh(to.rows(x)), x),
     "fori_loop": lambda to, x: lax.fori_loop(0, 3, lambda _, x: to.rows(x) + 1, x),
@@ -122,6 +126,10 @@ COMMUNICATING: dict[str, tuple[Callable[[Maps, Any], Any], str]] = {
     "cumsum": (lambda to, x: jnp.cumsum(to.rows(x), 0), "cumsum"),
     "rev": (lambda to, x: to.rows(x)[::-1], "rev"),
     "take": (lambda to, x: jnp.take(to.rows(x), jnp.arange(4), axis=0), "gather"),
+    "updated": (
+        lambda to, x: jnp.zeros((48, 32)).at[jnp.arange(16) % 5].add(to.rows(x)),
+        "scatter-add",
+    ),
     "scan": (lambda to, x: lax.scan(lambda c, y: (c + y, c), W[0, :32], to.rows(x))[0], "scan"),
     "carry": (lambda to, x: _loop(lambda x: to.columns(to.rows(x)), x), "shard_map"),
     "predicate": (

@@ -376,6 +376,24 @@ def test_what_the_compiler_adds_counts_as_other_collectives(times: int) -> None:
     assert (CURE in words) == (times == 3)
 
 
+def test_tokens_that_a_model_cuts_are_better_cut_before() -> None:
+    """XLA shards them before it cuts them, and permutes a few."""
+    stack = on(mesh_of())
+    x, weights = FEW
+    table = jax.ShapeDtypeStruct((128, x.shape[1]), x.dtype)
+    tokens, inputs = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (65, 64))
+
+    def model(table: jax.Array, tokens: jax.Array, weights: Any) -> jax.Array:
+        return stack(jnp.take(table, tokens, axis=0), weights)
+
+    decision = decision_for(lambda t, tokens, w: model(t, tokens[:-1], w), table, tokens, weights)
+    (cut,) = decision.causes
+    assert decision.allowed
+    assert cut.operation.startswith("slice at test_peer_decision.py:")
+    assert cut.cure == "cut tokens before the program: take inputs and targets as two arguments"
+    assert not decision_for(model, table, inputs, weights).causes
+
+
 def test_all_causes_are_named_at_once() -> None:
     """Each once, and most of many counted."""
     stack = on(mesh_of())
