@@ -50,7 +50,7 @@ def on(mesh, **keywords):
 
 
 def gram(y):
-    """What it makes of sharded rows one axis cannot shard, so nobody knows what XLA adds."""
+    """Products of all rows. One axis cannot shard both dimensions, so XLA gathers some array."""
     return y @ y.T
 
 

@@ -206,7 +206,7 @@ def test_operations_that_communicate(name: str, mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("name", COMMUNICATING)
 def test_what_xla_gathers_and_sums_is_at_most_what_is_counted(name: str, mesh: Mesh) -> None:
-    """Of operations of which anything is known."""
+    """Asked of programs where the arrays are known."""
     maps = Maps(mesh)
     traced = jax.jit(lambda x: COMMUNICATING[name][0](maps, x)).trace(X)
     found = communications(traced.jaxpr.jaxpr, {AXIS: DEVICES})
