@@ -49,6 +49,11 @@ def on(mesh, **keywords):
     return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P(AXIS))
 
 
+def gram(y):
+    """Products of all rows. One axis cannot shard both dimensions, so XLA gathers some array."""
+    return y @ y.T
+
+
 def plain_block(x, up, down):
     """Its gather and its scatter have matmuls; its psum has none."""
     hidden = lax.all_gather(x, AXIS, tiled=True) @ up

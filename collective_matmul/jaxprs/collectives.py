@@ -52,13 +52,28 @@ def collective_seconds(
     if devices == 1:
         return 0.0
     name = equation.primitive.name
+    crosses = not {*axes_of(equation)}.isdisjoint(between_nodes)
     larger = equation.outvars if name.startswith("all_gather") else equation.invars
     arrays = map(type_of, larger)
     size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
-    crosses = not {*axes_of(equation)}.isdisjoint(between_nodes)
-    rate = gpu.network_bytes if crosses else gpu.link_bytes
     if name == "ppermute":
-        return gpu.collective_seconds + size / rate
+        return gpu.collective_seconds + size / _rate(gpu, crosses)
     sums = name.startswith(("psum", "pmax", "pmin"))
-    passes = 2 if sums else 1
-    return gpu.collective_seconds + passes * size * (devices - 1) / devices / rate
+    return seconds_of_bytes(size, devices, gpu, crosses, passes=2 if sums else 1)
+
+
+def seconds_of_bytes(size: int, devices: int, gpu: Rates, crosses: bool, passes: int) -> float:
+    """Predicted seconds of a collective alone, between devices that each need all of an array.
+
+    Args:
+      size: bytes of the array.
+      devices: their number.
+      gpu: their rates.
+      crosses: whether they are on several nodes.
+      passes: how often each byte travels: once where it is gathered, twice where it is summed.
+    """
+    return gpu.collective_seconds + passes * size * (devices - 1) / devices / _rate(gpu, crosses)
+
+
+def _rate(gpu: Rates, crosses: bool) -> float:
+    return gpu.network_bytes if crosses else gpu.link_bytes

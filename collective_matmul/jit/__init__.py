@@ -6,5 +6,6 @@ program that `jax.jit` compiles with the options of `xla_options`. The ops read 
 
 - compiler: `overlap_jit`. graph_functions: functions of nnx objects as functions of arrays.
 - deciding_function: traces a function and asks for the decision. peer_decision: compares gain and
-  cost. compiler_sharding: whether XLA may add collectives.
+  cost. compiler_sharding: for which operations XLA may add collectives. compiler_causes: these in
+  words, and their time.
 """

@@ -100,10 +100,10 @@ def overlap_jit(
         backends "fused" and "one_shot" do, where they are requested or expected to be fastest. XLA
         then overlaps no other collective with anything, and calls of such programs are launched one
         at a time, because all devices must run them in the same order. Several processes must call
-        them in the same order. "auto" decides for every
-        program, so for every shape of the arguments: it may, if its ops are predicted to gain more
-        than the other collectives can lose, and if XLA adds no collectives where it shards arrays
-        by itself. Inference is faster with such kernels; training seldom is. `explain` shows the
+        them in the same order. "auto" decides for every program, so for every shape of the
+        arguments: it may, if its ops are predicted to gain more than the other collectives can
+        lose, those included that XLA adds where it shards arrays by itself, and if these can be
+        estimated. Inference is faster with such kernels; training seldom is. `explain` shows the
         decision. With "auto", what `lower` and `trace` return has none of them: it may be exported,
         and launched from any thread. What `decided` returns is the program of a call.
       compiler_options: further options; they override ours.

@@ -8,6 +8,9 @@ nothing. Otherwise it may.
 
 Arguments and results of the program are assumed to be sharded as the program uses them.
 
+Where one operation needs more than a device has, the arrays that XLA may gather or sum are known.
+Where operations disagree, XLA may shard any array between them anew, and no size is known.
+
 XLA itself could be asked: it can partition the program and stop. For decoding with Llama 3 8B that
 takes 16 to 19 % of the time of the first call, and these rules 0.05 s. They also answer where there
 is no GPU, as `explain` must, and while JAX traces the function, when the shardings of its arguments
@@ -18,21 +21,24 @@ benchmarks/reports/2026-11-27-peer-decision.md.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from collective_matmul.jaxprs.bodies import CONTROL_FLOW, bodies_of, called, jaxprs_of
+from collective_matmul.jaxprs.bodies import CONTROL_FLOW, Body, bodies_of, called, jaxprs_of
 from collective_matmul.jaxprs.graph import type_of
 from collective_matmul.jaxprs.walks import Scope
 
 #: One class of dimensions for each dimension of an array; None for those of size 1.
 Dimensions = tuple[int | None, ...]
 Axes = tuple[str, ...]
+#: Arrays, each with the classes of its dimensions and its variable or literal.
+_Arrays = Sequence[tuple[Dimensions, Any]]
 #: Operations on elements with the same indices; their operands have the shape of the result, apart
 #: from scalars and dimensions of size 1.
 _ELEMENTWISE = {
@@ -61,99 +67,103 @@ class Operation(NamedTuple):
     Attributes:
       equation: the equation.
       calls: what executes it, such as calls, loops and shard_maps; the outermost first.
+      runs: how often the loops among them run it.
     """
 
     equation: JaxprEqn
     calls: tuple[JaxprEqn, ...] = ()
+    runs: int = 1
 
 
-def communicating_operation(
-    program: Jaxpr, axis_sizes: Mapping[str, int]
-) -> tuple[Operation, Axes] | None:
-    """The first operation found for which XLA may communicate by itself, and over which axes.
+class Communication(NamedTuple):
+    """An operation for which XLA may communicate.
+
+    Attributes:
+      operation: the operation.
+      axes: the mesh axes over which XLA communicates.
+      gathered: bytes of each array that XLA may gather; None if it may have to communicate arrays
+        of other operations, whose sizes are not known.
+      summed: bytes of each array that XLA may sum over devices instead.
+    """
+
+    operation: Operation
+    axes: Axes
+    gathered: tuple[int, ...] | None = None
+    summed: tuple[int, ...] = ()
+
+
+def communications(program: Jaxpr, axis_sizes: Mapping[str, int]) -> list[Communication]:
+    """All operations for which XLA may communicate by itself; each at least once.
 
     Args:
       program: the program.
       axis_sizes: mesh axes that are not manual around the program, without those of size 1.
     """
     if not axis_sizes:
-        return None
+        return []
     walk = _Walk(axis_sizes)
     walk.run(program, [walk.classes.new(_shape(var)) for var in program.invars])
-    return next(walk.findings(), None)
-
-
-@dataclass
-class DimensionClass:
-    """A class of dimensions that are sharded alike.
-
-    Attributes:
-      axes: the mesh axes over which they are sharded; None where nobody says.
-      whole: an operation that needs elements of all devices, if the dimensions are sharded.
-      disputed: an operation that joins dimensions which are sharded otherwise.
-    """
-
-    axes: Axes | None = None
-    whole: Operation | None = None
-    disputed: Operation | None = None
+    return list(walk.findings())
 
 
 class DimensionClasses:
     """Classes of dimensions, which are joined as operations show that they are sharded alike.
 
     Attributes:
-      calls: what executes the equations that are passed.
+      operation: the operation that joins, shards or needs dimensions now.
+      whole: operations that need elements of all devices, if a dimension is sharded, and the
+        dimension.
+      disputed: operations that join or take dimensions which others shard otherwise, and one of
+        the dimensions.
     """
 
-    calls: tuple[JaxprEqn, ...] = ()
+    operation: Operation
 
     def __init__(self) -> None:
+        self.whole: list[tuple[Operation, int]] = []
+        self.disputed: list[tuple[Operation, int]] = []
         self._parents: list[int] = []
-        self._classes: list[DimensionClass] = []
+        # The mesh axes over which classes are sharded, by their roots; None where nobody says.
+        self._axes: list[Axes | None] = []
 
     def new(self, shape: Sequence[int]) -> Dimensions:
         """New classes for the dimensions of an array."""
         first = len(self._parents)
         self._parents += range(first, first + len(shape))
-        self._classes += (DimensionClass() for _ in shape)
+        self._axes += [None] * len(shape)
         return tuple(None if size == 1 else first + i for i, size in enumerate(shape))
 
-    def of(self, dimension: int) -> DimensionClass:
-        """The class of a dimension."""
-        return self._classes[self._root(dimension)]
+    def axes_of(self, dimension: int | None) -> Axes | None:
+        """The mesh axes over which a dimension is sharded; None where nobody says."""
+        return () if dimension is None else self._axes[self.root(dimension)]
 
-    def _root(self, dimension: int) -> int:
+    def root(self, dimension: int) -> int:
+        """The dimension that stands for all of a class."""
         while (parent := self._parents[dimension]) != dimension:
             self._parents[dimension] = self._parents[parent]
             dimension = parent
         return dimension
 
-    def join(self, one: int | None, other: int | None, equation: JaxprEqn) -> None:
+    def join(self, one: int | None, other: int | None) -> None:
         """Makes one class of two."""
-        if one is None or other is None or (a := self._root(one)) == (b := self._root(other)):
+        if one is None or other is None or (a := self.root(one)) == (b := self.root(other)):
             return
         self._parents[b] = a
-        joined, added = self._classes[a], self._classes[b]
-        joined.whole = joined.whole or added.whole
-        joined.disputed = joined.disputed or added.disputed
-        if added.axes is not None:
-            self.shard(a, added.axes, equation)
+        if (added := self._axes[b]) is not None:
+            self.shard(a, added)
 
-    def shard(self, dimension: int | None, axes: Axes, equation: JaxprEqn) -> None:
-        """Notes the axes over which an operation takes or returns a dimension."""
+    def shard(self, dimension: int | None, axes: Axes) -> None:
+        """Notes the axes over which the operation takes or returns a dimension."""
         if dimension is None:
             return
-        known = self.of(dimension)
-        if known.axes not in (None, axes):
-            known.disputed = known.disputed or Operation(equation, self.calls)
-        known.axes = axes
+        root = self.root(dimension)
+        if self._axes[root] not in (None, axes):
+            self.disputed.append((self.operation, root))
+        self._axes[root] = axes
 
-    def keep_whole(self, dimensions: Sequence[int | None], equation: JaxprEqn) -> None:
-        """Notes that an operation needs all elements along dimensions."""
-        for dimension in dimensions:
-            if dimension is not None:
-                known = self.of(dimension)
-                known.whole = known.whole or Operation(equation, self.calls)
+    def keep_whole(self, dimensions: Sequence[int | None]) -> None:
+        """Notes that the operation needs all elements along dimensions."""
+        self.whole += [(self.operation, each) for each in dimensions if each is not None]
 
 
 class _Walk:
@@ -166,29 +176,79 @@ class _Walk:
     def __init__(self, axis_sizes: Mapping[str, int]):
         self.classes = DimensionClasses()
         self._axis_sizes = axis_sizes
-        # Every array of every operation. A list, since callers of one jaxpr share its variables.
-        self._arrays: list[tuple[Operation, Dimensions, tuple[int, ...]]] = []
-        self._inside: list[tuple[Operation, Axes]] = []
+        # The operations, with the operands and results of each. A list, since callers of one jaxpr
+        # share its variables.
+        self._uses: list[tuple[Operation, _Arrays, _Arrays]] = []
+        self._inside: list[Communication] = []
+        self._calls: tuple[JaxprEqn, ...] = ()
+        self._runs = 1
 
-    def findings(self) -> Iterator[tuple[Operation, Axes]]:
+    def findings(self) -> Iterator[Communication]:
         """Operations for which XLA may communicate."""
         yield from self._inside
-        for operation, dimensions, shape in self._arrays:
-            used: list[str] = []
-            for dimension, size in zip(dimensions, shape, strict=True):
-                if dimension is None:
-                    continue
-                known = self.classes.of(dimension)
-                axes = known.axes or ()
-                if known.disputed:
-                    yield known.disputed, axes or tuple(self._axis_sizes)
-                elif axes and known.whole:
-                    yield known.whole, axes
-                elif size % math.prod(self._axis_sizes[axis] for axis in axes):
-                    yield operation, axes
-                used += axes
-            if len(used) > len(set(used)):  # One axis cannot shard two dimensions of an array.
-                yield operation, tuple(dict.fromkeys(used))
+        for operation, dimension in self.classes.disputed:
+            yield Communication(operation, self.classes.axes_of(dimension) or (*self._axis_sizes,))
+        yield from self._indivisible()
+        yield from self._work_along_shards()
+
+    def _indivisible(self) -> Iterator[Communication]:
+        """Operations that make or take an array that its axes cannot divide evenly.
+
+        Those that only keep such an array as it is are not among them.
+        """
+        seen: set[tuple] = set()
+        for operation, operands, results in self._uses:
+            taken = {self._kind(*array): array for array in operands}
+            made = {self._kind(*array): array for array in results}
+            if operation.equation.primitive.name in CONTROL_FLOW:  # What is in it makes them.
+                made = {}
+            new = [kind for kind in made if kind not in taken]
+            for kind in (*new, *(kind for kind in taken if kind not in seen)):
+                if axes := self._undivided_over(*(taken | made)[kind]):
+                    yield Communication(operation, axes)
+            seen |= taken.keys() | made.keys()
+
+    def _kind(self, dimensions: Dimensions, atom: Any) -> tuple:
+        """Equal for arrays of equal shapes that are sharded alike."""
+        roots = (None if each is None else self.classes.root(each) for each in dimensions)
+        return *roots, *_shape(atom)
+
+    def _undivided_over(self, dimensions: Dimensions, atom: Any) -> Axes:
+        """The axes that cannot divide an array as its dimensions are sharded."""
+        every = [self.classes.axes_of(dimension) or () for dimension in dimensions]
+        sizes = [math.prod(self._axis_sizes[axis] for axis in axes) for axes in every]
+        uneven = [
+            axis
+            for axes, size, devices in zip(every, _shape(atom), sizes, strict=True)
+            if size % devices
+            for axis in axes
+        ]
+        used = [axis for axes in every for axis in axes]
+        # One axis cannot shard two dimensions of an array.
+        twice = [axis for axis in used if used.count(axis) > 1]
+        return tuple(dict.fromkeys(uneven + twice))
+
+    def _work_along_shards(self) -> Iterator[Communication]:
+        """Operations that need elements of all devices along a dimension that is sharded.
+
+        XLA gathers or permutes the arrays that have it, or computes with each device's shard and
+        sums the results, which may be larger. Sums and maxima it computes in the second way.
+        """
+        along: dict[int, dict[int, Axes]] = defaultdict(dict)
+        for operation, dimension in self.classes.whole:
+            if axes := self.classes.axes_of(dimension):
+                along[id(operation)][self.classes.root(dimension)] = axes
+        for operation, operands, results in self._uses:
+            if whole := along.get(id(operation)):
+                sharded = [
+                    _bytes(atom)
+                    for dimensions, atom in (*operands, *results)
+                    if any(d is not None and self.classes.root(d) in whole for d in dimensions)
+                ]
+                is_sum = operation.equation.primitive.name.startswith("reduce_")
+                gathered = () if is_sum else tuple(sharded)
+                axes = tuple(dict.fromkeys(itertools.chain(*whole.values())))
+                yield Communication(operation, axes, gathered, tuple(_bytes(a) for _, a in results))
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Dimensions]) -> list[Dimensions]:
         """The dimensions of a jaxpr's results, from those of its arguments."""
@@ -200,28 +260,29 @@ class _Walk:
     def _equation(self, equation: JaxprEqn, ins: Sequence[Dimensions]) -> list[Dimensions]:
         """The dimensions of an equation's results, from those of its operands."""
         outs = [self._new(var) for var in equation.outvars]
-        atoms = *equation.invars, *equation.outvars
-        operation = Operation(equation, self.classes.calls)
-        for atom, dimensions in zip(atoms, (*ins, *outs), strict=True):
-            self._arrays.append((operation, dimensions, _shape(atom)))
-            self._shard_as_typed(atom, dimensions, equation)
+        operation = self.classes.operation = Operation(equation, self._calls, self._runs)
+        operands = [*zip(ins, equation.invars, strict=True)]
+        results = [*zip(outs, equation.outvars, strict=True)]
+        self._uses.append((operation, operands, results))
+        for dimensions, atom in (*operands, *results):
+            self._shard_as_typed(atom, dimensions)
         self._rule(equation)(equation, ins, outs)
         return outs
 
-    def _shard_as_typed(self, atom: Any, dimensions: Dimensions, equation: JaxprEqn) -> None:
+    def _shard_as_typed(self, atom: Any, dimensions: Dimensions) -> None:
         """Takes the sharding over Explicit axes from the type of an array."""
         sharding = getattr(type_of(atom), "sharding", None)
         if sharding is not None and self._axis_sizes.keys() <= set(sharding.mesh.explicit_axes):
-            self._shard(dimensions, sharding.spec, equation)
+            self._shard(dimensions, sharding.spec)
 
-    def _shard(self, dimensions: Dimensions, spec: Any, equation: JaxprEqn) -> None:
+    def _shard(self, dimensions: Dimensions, spec: Any) -> None:
         """Shards an array by a `PartitionSpec`."""
         entries = (*spec, *[None] * len(dimensions))
         for dimension, entry in zip(dimensions, entries, strict=False):
             if entry is not PartitionSpec.UNCONSTRAINED:
                 axes = entry if isinstance(entry, tuple) else (str(entry),)
                 left = tuple(axis for axis in axes if axis in self._axis_sizes)
-                self.classes.shard(dimension, left, equation)
+                self.classes.shard(dimension, left)
 
     def _rule(self, equation: JaxprEqn) -> Callable:
         """The method that joins the dimensions of an equation's operands and results."""
@@ -234,21 +295,21 @@ class _Walk:
             return self._along
         if name in _RESHAPES:
             return self._reshape
-        return getattr(self, f"_{name}", self._call)
+        return getattr(self, f"_{name.replace('-', '_')}", self._call)
 
-    def _join(self, ins: Sequence[Any], outs: Sequence[Any], equation: JaxprEqn) -> None:
+    def _join(self, ins: Sequence[Any], outs: Sequence[Any]) -> None:
         for one, other in zip(ins, outs, strict=True):
-            self.classes.join(one, other, equation)
+            self.classes.join(one, other)
 
     def _elementwise(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         if equation.primitive.multiple_results:  # optimization_barrier
             for one, other in zip(ins, outs, strict=True):
-                self._join(one, other, equation)
+                self._join(one, other)
             return
         (out,) = outs
         for operand in ins:
             if operand:
-                self._join(operand, out, equation)
+                self._join(operand, out)
 
     def _constraint(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         sharding = equation.params["sharding"]
@@ -258,13 +319,13 @@ class _Walk:
         free = equation.params.get("unconstrained_dims") or ()
         spec = (*sharding.spec, *[None] * len(outs[0]))[: len(outs[0])]
         entries = [PartitionSpec.UNCONSTRAINED if i in free else e for i, e in enumerate(spec)]
-        self._shard(outs[0], entries, equation)
+        self._shard(outs[0], entries)
 
     def _reduction(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         axes = {int(axis) for axis in equation.params["axes"]}
         for operand, out in zip(ins, outs, strict=True):
-            self.classes.keep_whole([operand[axis] for axis in axes], equation)
-            self._join([d for i, d in enumerate(operand) if i not in axes], out, equation)
+            self.classes.keep_whole([operand[axis] for axis in axes])
+            self._join([d for i, d in enumerate(operand) if i not in axes], out)
 
     def _along(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         given = equation.params[_ALONG[equation.primitive.name]]
@@ -272,11 +333,11 @@ class _Walk:
         arrays = [*ins, *outs]
         axes = {axis % len(arrays[0]) for axis in axes}
         for each in arrays:
-            self.classes.keep_whole([each[axis] for axis in axes], equation)
+            self.classes.keep_whole([each[axis] for axis in axes])
             pairs = zip(arrays[0], each, strict=True)
             others = [pair for i, pair in enumerate(pairs) if i not in axes]
             for one, other in others:
-                self.classes.join(one, other, equation)
+                self.classes.join(one, other)
 
     def _reshape(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         """Joins the first dimensions of parts with equal numbers of elements."""
@@ -288,8 +349,8 @@ class _Walk:
         for one, other in _same_elements(before, after):
             one = [operand[i] for i in one if operand[i] is not None]
             other = [out[i] for i in other if out[i] is not None]
-            self._join(one[:1], other[:1], equation)
-            self.classes.keep_whole([*one[1:], *other[1:]], equation)
+            self._join(one[:1], other[:1])
+            self.classes.keep_whole([*one[1:], *other[1:]])
         return None
 
     def _bitcast_convert_type(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
@@ -298,78 +359,105 @@ class _Walk:
         (self._elementwise if same else self._unknown)(equation, ins, outs)
 
     def _transpose(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
-        self._join([ins[0][i] for i in equation.params["permutation"]], outs[0], equation)
+        self._join([ins[0][i] for i in equation.params["permutation"]], outs[0])
 
     def _broadcast_in_dim(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         kept = [outs[0][i] for i in equation.params["broadcast_dimensions"]]
-        self._join(ins[0], kept, equation)
+        self._join(ins[0], kept)
 
     def _dot_general(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         (contracted, batch), (out,) = equation.params["dimension_numbers"], outs
         free = []
         for operand, axes, others in zip(ins, contracted, batch, strict=True):
-            self.classes.keep_whole([operand[i] for i in axes], equation)
-            self._join([operand[i] for i in others], out[: len(others)], equation)
+            self.classes.keep_whole([operand[i] for i in axes])
+            self._join([operand[i] for i in others], out[: len(others)])
             free += [d for i, d in enumerate(operand) if i not in (*axes, *others)]
-        self._join(free, out[len(batch[0]) :], equation)
+        self._join(free, out[len(batch[0]) :])
 
     def _slice(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
-        """Joins dimensions of equal size; the others are cut or enlarged somewhere."""
-        shapes = _shape(equation.invars[0]), _shape(equation.outvars[0])
-        self._join_equal(ins[0], outs[0], shapes, equation)
+        """Joins dimensions of equal size; the others are cut or enlarged somewhere.
+
+        If the result of a cut is sharded, XLA shards what is cut as well, though that be replicated
+        arguments, and permutes the elements that then are in another device's shard.
+        """
+        self._join_equal(ins[0], outs[0], (_shape(equation.invars[0]), _shape(equation.outvars[0])))
 
     _dynamic_slice = _pad = _slice
 
     def _dynamic_update_slice(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
-        self._join(ins[0], outs[0], equation)
-        shapes = _shape(equation.invars[0]), _shape(equation.invars[1])
-        self._join_equal(ins[0], ins[1], shapes, equation)
+        self._join(ins[0], outs[0])
+        self._join_equal(ins[0], ins[1], (_shape(equation.invars[0]), _shape(equation.invars[1])))
 
-    def _join_equal(self, one: Any, other: Any, shapes: Any, equation: JaxprEqn) -> None:
+    def _join_equal(self, one: Any, other: Any, shapes: Any) -> None:
         for a, b, size, new in zip(one, other, *shapes, strict=True):
             if size == new:
-                self.classes.join(a, b, equation)
+                self.classes.join(a, b)
             else:
-                self.classes.keep_whole([a, b], equation)
+                self.classes.keep_whole([a, b])
 
     def _gather(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         """Joins dimensions of the indices, and dimensions of the operand that are not indexed."""
         numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
         (operand, indices), (out,), shape = ins, outs, _shape(equation.invars[0])
         rows = [d for i, d in enumerate(out) if i not in numbers.offset_dims]
-        self._join(indices[:-1], rows, equation)
-        self.classes.keep_whole(indices[-1:], equation)
+        self._join(indices[:-1], rows)
+        self.classes.keep_whole(indices[-1:])
         batch = dict(
             zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
         )
         taken = (d for i, d in enumerate(out) if i in numbers.offset_dims)
         for i, dimension in enumerate(operand):
             if i in batch:
-                self.classes.join(dimension, indices[batch[i]], equation)
+                self.classes.join(dimension, indices[batch[i]])
                 continue
             collapsed = i in numbers.collapsed_slice_dims
             result = None if collapsed else next(taken)
             if collapsed or sizes[i] != shape[i]:
-                self.classes.keep_whole([dimension, result], equation)
+                self.classes.keep_whole([dimension, result])
             else:
-                self.classes.join(dimension, result, equation)
+                self.classes.join(dimension, result)
+
+    def _scatter(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        """Joins the updates with the indices, and with the array along dimensions that they fill.
+
+        Updates of other devices may be of the same elements, unless the indices are those of a
+        batch that all arrays have.
+        """
+        numbers = equation.params["dimension_numbers"]
+        (operand, indices, updates), (out,) = ins, outs
+        self._join(operand, out)
+        rows = [i for i in range(len(updates)) if i not in numbers.update_window_dims]
+        self._join(indices[:-1], [updates[i] for i in rows])
+        batches = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+        self._join([operand[i] for i in batches[0]], [indices[i] for i in batches[1]])
+        self.classes.keep_whole([d for i, d in enumerate(indices) if i not in batches[1]])
+        indexed = {*numbers.inserted_window_dims, *batches[0]}
+        self.classes.keep_whole([operand[i] for i in numbers.inserted_window_dims])
+        filled = [i for i in range(len(operand)) if i not in indexed]
+        shapes = _shape(equation.invars[0]), _shape(equation.invars[2])
+        self._join_equal(
+            [operand[i] for i in filled],
+            [updates[i] for i in numbers.update_window_dims],
+            ([shapes[0][i] for i in filled], [shapes[1][i] for i in numbers.update_window_dims]),
+        )
+
+    _scatter_add = _scatter
 
     def _reshard(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         """Joins what was sharded. What was not is cut, which needs no communication."""
         for one, other in zip(ins[0], outs[0], strict=True):
-            if one is not None and self.classes.of(one).axes != ():
-                self.classes.join(one, other, equation)
+            if one is not None and self.classes.axes_of(one) != ():
+                self.classes.join(one, other)
 
     def _shard_map(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         parameters = equation.params
         for operand, spec in zip(ins, parameters["in_specs"], strict=True):
-            self._shard(operand, spec, equation)
+            self._shard(operand, spec)
         for result, spec in zip(outs, parameters["out_specs"], strict=True):
-            self._shard(result, spec, equation)
+            self._shard(result, spec)
         left = self._axis_sizes.keys() - parameters["newly_manual_axes"]
-        calls = (*self.classes.calls, equation)
-        if found := _work_on_arrays(called(equation), left, calls):
-            self._inside.append(found)
+        if found := _work_on_arrays(called(equation), left, (*self._calls, equation)):
+            self._inside.append(Communication(*found))
 
     def _call(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         """A call of a function, such as `jax.jit` or `jax.checkpoint`, a loop or a branch.
@@ -383,33 +471,34 @@ class _Walk:
         for arrays, name in ((ins, "in_shardings"), (outs, "out_shardings")):
             for dimensions, sharding in zip(arrays, equation.params.get(name, ()), strict=False):
                 if isinstance(sharding, NamedSharding):
-                    self._shard(dimensions, sharding.spec, equation)
+                    self._shard(dimensions, sharding.spec)
         for body in bodies:
             given, results = body.arguments(ins), [outs[i] for i in body.results]
             if body.sliced is not None:
                 stacked = [*given[body.sliced :], *results[body.stacked :]]
-                self.classes.keep_whole([each[0] for each in stacked], equation)
+                self.classes.keep_whole([each[0] for each in stacked])
                 given[body.sliced :] = [each[1:] for each in given[body.sliced :]]
                 results[body.stacked :] = [each[1:] for each in results[body.stacked :]]
-            made = self._run_inside(equation, body.jaxpr, given)
+            made = self._run_inside(equation, body, given)
             carried = [(made[result], ins[operand]) for result, operand in body.carried]
             # The result of a loop's condition is none of the loop's.
             for one, other in (*zip(made, results, strict=False), *carried):
-                self._join(one, other, equation)
+                self._join(one, other)
         return None
 
-    def _run_inside(self, call: JaxprEqn, jaxpr: Jaxpr, operands: Any) -> list[Dimensions]:
+    def _run_inside(self, call: JaxprEqn, body: Body, operands: Any) -> list[Dimensions]:
         """Variant of `run` for a jaxpr that an equation executes."""
-        calls, self.classes.calls = self.classes.calls, (*self.classes.calls, call)
-        made = self.run(jaxpr, operands)
-        self.classes.calls = calls
+        around = self._calls, self._runs, self.classes.operation
+        self._calls, self._runs = (*self._calls, call), self._runs * body.runs
+        made = self.run(body.jaxpr, operands)
+        self._calls, self._runs, self.classes.operation = around
         return made
 
     def _unknown(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         """Assumes that the operation needs whole arrays, if it has any."""
         if any(_is_array(atom) for atom in equation.invars):
             for each in (*ins, *outs):
-                self.classes.keep_whole(each, equation)
+                self.classes.keep_whole(each)
 
 
 def _work_on_arrays(
@@ -430,6 +519,12 @@ def _work_on_arrays(
         if not inner and any(map(_is_array, equation.invars)):
             return Operation(equation, calls), tuple(sorted(left))
     return None
+
+
+def _bytes(atom: Any) -> int:
+    """The bytes of an array. Random keys, which have types of their own, have 8 at least."""
+    dtype = getattr(type_of(atom), "dtype", None)
+    return math.prod(_shape(atom)) * getattr(dtype, "itemsize", 8)
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

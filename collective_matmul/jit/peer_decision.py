@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,9 +24,8 @@ from collective_matmul.dispatch.run_counts import PROCESS_COUNTER, RunCounter, t
 from collective_matmul.hardware import assumed_rates
 from collective_matmul.jaxprs.collectives import collective_seconds, is_collective_kernel
 from collective_matmul.jaxprs.dead_code import without_dead_code
-from collective_matmul.jaxprs.sources import described
 from collective_matmul.jaxprs.walks import distinct_equations
-from collective_matmul.jit.compiler_sharding import communicating_operation
+from collective_matmul.jit.compiler_causes import Cause, causes_in, cures, divided
 from collective_matmul.log import warn_once
 from collective_matmul.transport import transport_along
 
@@ -49,6 +48,7 @@ class PeerKernelDecision:
       seconds_without: predicted time of all sites without these kernels.
       withheld: decisions for sites of the program that would have such kernels.
       unsupported_reasons: why they could not execute others, where they should be faster.
+      causes: all operations for which XLA may add collectives that the program does not show.
     """
 
     allowed: bool
@@ -58,6 +58,7 @@ class PeerKernelDecision:
     seconds_without: float = 0.0
     withheld: tuple[Decision, ...] = field(default=(), repr=False)
     unsupported_reasons: tuple[str, ...] = ()
+    causes: tuple[Cause, ...] = field(default=(), repr=False)
 
     @property
     def matters(self) -> bool:
@@ -86,7 +87,8 @@ def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
 
     Ops and collectives count that XLA executes: not what computes nothing that the program returns.
     A collective counts if NCCL executes it, at any depth and as often as loops repeat it. Over axes
-    of one device it takes no time. Permutes within one process stay asynchronous.
+    of one device it takes no time. Permutes within one process stay asynchronous. What XLA may add
+    by itself counts with an estimate; where nothing is known of it, the kernels are not allowed.
 
     Args:
       program: the program, without kernels that address peers' memory.
@@ -124,15 +126,18 @@ def decide(program: Jaxpr, counter: RunCounter) -> PeerKernelDecision:
     if not withheld:
         reason = "; ".join((NO_SITE.reason, *unsupported_reasons))
         return replace(NO_SITE, reason=reason, unsupported_reasons=tuple(unsupported_reasons))
-    gain, cost, without = (seconds[name] for name in ("gain", "cost", "without"))
-    unknown = _work_of_the_compiler(program, axis_sizes)
-    allowed = unknown is None and gain > 0 and gain - cost >= MARGIN * without
-    reason = _comparison(gain, cost, without)
-    if unknown is not None:
-        reason = f"{unknown}; {reason}"
+    causes = causes_in(program, axis_sizes, gpu, between_nodes)
+    gain, without = seconds["gain"], seconds["without"]
+    cost = seconds["cost"] + sum(cause.seconds or 0.0 for cause in causes)
+    unknown = [cause for cause in causes if cause.seconds is None]
+    allowed = not unknown and gain > 0 and gain - cost >= MARGIN * without
+    reason = _comparison(gain, cost, without, causes[len(unknown) :])
+    if unknown:
+        reason = f"{_work_of_unknown_time(unknown)}; {reason}"
     elif gain > 0 and not allowed:
-        reason += f"; in all, they must save {MARGIN:.0%}"
-    found = tuple(withheld), tuple(unsupported_reasons)
+        cure = f"; {cures(causes)}" if causes else ""
+        reason += f"{cure}; in all, they must save {MARGIN:.0%}"
+    found = tuple(withheld), tuple(unsupported_reasons), causes
     return PeerKernelDecision(allowed, reason, gain, cost, without, *found)
 
 
@@ -145,13 +150,22 @@ def warn_withheld(withheld: Iterable[Decision], reason: str) -> None:
             warn_once(f"{fallback}: {alternative.missed}: {reason}")
 
 
-def _comparison(gain: float, cost: float, without: float) -> str:
+def _comparison(gain: float, cost: float, without: float, causes: Sequence[Cause]) -> str:
     if gain <= 0:
         return "by prediction the ops gain nothing from them"
     gained = f"they are predicted to save {gain * 1e6:,.0f} of {without * 1e6:,.0f} µs of all ops"
     if cost == 0:
         return f"{gained}, and no other collective loses by them"
-    return f"{gained}, and other collectives, which nothing hides then, take {cost * 1e6:.0f} µs"
+    compared = (
+        f"{gained}, and other collectives, which nothing hides then, take {cost * 1e6:,.0f} µs"
+    )
+    if not causes:
+        return compared
+    added = sum(cause.seconds or 0.0 for cause in causes)
+    return (
+        f"{compared}; about {added * 1e6:,.0f} µs of that are for collectives that the compiler"
+        f" may add, as it divides {divided(causes)}"
+    )
 
 
 def _most(branches: Iterable[Counter]) -> Counter:
@@ -186,26 +200,10 @@ def _meshes(jaxpr: Jaxpr) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-def _work_of_the_compiler(program: Jaxpr, axis_sizes: Mapping[str, int]) -> str | None:
-    """Why the compiler may add collectives to the program, which no jaxpr shows; or None."""
-    found = communicating_operation(program, {a: n for a, n in axis_sizes.items() if n > 1})
-    if found is None:
-        return None
-    operation, axes = found
-    names = ", ".join(f"{name!r} of size {axis_sizes[name]}" for name in axes)
-    cure = _cure(operation.equation)
+def _work_of_unknown_time(causes: Sequence[Cause]) -> str:
+    """Why nobody can tell what the compiler adds, and what to do."""
     return (
-        f"the compiler divides {described(*operation)} over axis {names}, and may add collectives"
-        f" that the program does not show; {cure}; where the compiler adds few,"
-        " peer_kernels=True may be faster: measure both"
-    )
-
-
-def _cure(equation: JaxprEqn) -> str:
-    """How a program can do without the collectives that the compiler may add for an equation."""
-    if equation.primitive.name in ("shard_map", "sharding_constraint"):
-        return "shard its arrays over the axis as the operations around it do"
-    return (
-        "leave it out, or do it in a jax.shard_map over the axis, or after the matmul that gathers"
-        " over the axis"
+        f"the compiler divides {divided(causes)}, and may add collectives that the program does not"
+        f" show; {cures(causes)}; where the compiler adds few, peer_kernels=True may be faster:"
+        " measure both"
     )

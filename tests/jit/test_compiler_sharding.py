@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from collective_matmul import overlap_jit
 from collective_matmul.jaxprs.sources import described
-from collective_matmul.jit.compiler_sharding import communicating_operation
+from collective_matmul.jit.compiler_sharding import communications
 from collective_matmul.layers import Column, Heads, Row
 from collective_matmul.layers.parallelize.parallelize import parallelize
 from tests.reference import AXIS
@@ -40,10 +41,11 @@ def mesh() -> Mesh:
 def blamed(fun: Callable, *args: Any) -> tuple[str | None, list[str]]:
     """The operation for which XLA may communicate, and the names of the collectives it compiles."""
     traced = overlap_jit(fun, peer_kernels=False).trace(*args)
-    found = communicating_operation(traced.jaxpr.jaxpr, {AXIS: DEVICES})
+    found = communications(traced.jaxpr.jaxpr, {AXIS: DEVICES})
     text = traced.lower().compile().as_text()
     collectives = r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\w*\(.*"
-    return found and found[0].equation.primitive.name, re.findall(collectives, text or "")
+    name = found[0].operation.equation.primitive.name if found else None
+    return name, re.findall(collectives, text or "")
 
 
 class Maps:
@@ -89,6 +91,10 @@ LOCAL: dict[str, Callable[[Maps, Any], Any]] = {
     "take": lambda to, x: jnp.take(to.rows(x), jnp.arange(4), axis=1),
     "lookup": lambda to, x: jnp.take(W, to.rows(x)[:, 0].astype(int), axis=0),
     "each": lambda to, x: jnp.take_along_axis(to.rows(x), jnp.zeros((16, 1), int), 1),
+    "each updated": lambda to, x: jax.vjp(
+        lambda x: jnp.take_along_axis(to.rows(x), jnp.ones((16, 1), int), 1), x
+    )[1](jnp.ones((16, 1)))[0],
+    "columns updated": lambda to, x: to.rows(x).at[:, jnp.array([3, 5])].add(1.0),
     "random": lambda to, x: to.rows(x) + jax.random.normal(jax.random.key(0), x.shape),
     "scan": lambda to, x: _loop(lambda x: jnp.tanh(to.rows(x)), x),
     "fori_loop": lambda to, x: lax.fori_loop(0, 3, lambda _, x: to.rows(x) + 1, x),
@@ -114,13 +120,18 @@ COMMUNICATING: dict[str, tuple[Callable[[Maps, Any], Any], str]] = {
     "uneven": (lambda to, x: to.rows(x).reshape(2, 8, 32), "reshape"),
     "merged": (lambda to, x: to.columns(x).reshape(-1), "reshape"),
     "slice": (lambda to, x: to.rows(x)[:3], "slice"),
+    "cut before": (lambda to, x: to.rows(jnp.sin(x).T[:16]), "slice"),
     "concatenate": (lambda to, x: jnp.concatenate([to.rows(x), to.rows(x)]), "concatenate"),
     "pad": (lambda to, x: jnp.pad(to.rows(x), ((1, 1), (0, 0))), "pad"),
     "cumsum": (lambda to, x: jnp.cumsum(to.rows(x), 0), "cumsum"),
     "rev": (lambda to, x: to.rows(x)[::-1], "rev"),
     "take": (lambda to, x: jnp.take(to.rows(x), jnp.arange(4), axis=0), "gather"),
+    "updated": (
+        lambda to, x: jnp.zeros((48, 32)).at[jnp.arange(16) % 5].add(to.rows(x)),
+        "scatter-add",
+    ),
     "scan": (lambda to, x: lax.scan(lambda c, y: (c + y, c), W[0, :32], to.rows(x))[0], "scan"),
-    "carry": (lambda to, x: _loop(lambda x: to.columns(to.rows(x)), x), "scan"),
+    "carry": (lambda to, x: _loop(lambda x: to.columns(to.rows(x)), x), "shard_map"),
     "predicate": (
         lambda to, x: lax.while_loop(lambda x: x[0, 0] < 1, lambda x: to.rows(x) + 1, x),
         "slice",
@@ -142,9 +153,8 @@ COMMUNICATING: dict[str, tuple[Callable[[Maps, Any], Any], str]] = {
 def words_for(fun: Callable, *args: Any) -> str:
     """The operation for which XLA may communicate, in words, with its place."""
     program = overlap_jit(fun, peer_kernels=False).trace(*args).jaxpr.jaxpr
-    found = communicating_operation(program, {AXIS: DEVICES})
-    assert found is not None
-    return described(*found[0])
+    found, *_ = communications(program, {AXIS: DEVICES})
+    return described(found.operation.equation, found.operation.calls)
 
 
 @pytest.mark.parametrize("name", COMMUNICATING)
@@ -192,6 +202,42 @@ def test_operations_that_communicate(name: str, mesh: Mesh) -> None:
     operation, collectives = blamed(lambda x: fun(maps, x), X)
     assert operation == expected
     assert collectives
+
+
+@pytest.mark.parametrize("name", COMMUNICATING)
+def test_what_xla_gathers_and_sums_is_at_most_what_is_counted(name: str, mesh: Mesh) -> None:
+    """Asked of programs where the arrays are known."""
+    maps = Maps(mesh)
+    traced = jax.jit(lambda x: COMMUNICATING[name][0](maps, x)).trace(X)
+    found = communications(traced.jaxpr.jaxpr, {AXIS: DEVICES})
+    if any(each.gathered is None for each in found):
+        assert name in UNKNOWN
+        return
+    assert name not in UNKNOWN
+    counted = [
+        max(sum(each.gathered or ()), 2 * sum(each.summed)) * each.operation.runs for each in found
+    ]
+    text = traced.lower().compile().as_text() or ""
+    sent = [_bytes_of(*each) for each in re.findall(_ARRAYS_OF_COLLECTIVES, text)]
+    assert sent
+    assert sum(sent) <= sum(counted)
+
+
+_ARRAYS_OF_COLLECTIVES = (
+    r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+#: Programs in `COMMUNICATING` where XLA may communicate arrays of other operations.
+UNKNOWN = {
+    *("add", "other", "whole", "backwards", "two dimensions", "constraint", "gram", "uneven"),
+    *("carry", "jit"),
+}
+
+
+def _bytes_of(arrays: str, collective: str) -> int:
+    """The bytes that each device sends about, of results as XLA writes them; all have 4 bytes."""
+    shapes = re.findall(r"[a-z]+32\[([\d,]*)\]", arrays)
+    elements = sum(math.prod(map(int, filter(None, each.split(",")))) for each in shapes)
+    return 4 * elements * (2 if collective == "all-reduce" else 1)
 
 
 class Block(nnx.Module):

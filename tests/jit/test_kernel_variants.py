@@ -19,7 +19,7 @@ from collective_matmul.dispatch.recording import record_decisions
 from collective_matmul.jit import compiler, peer_decision
 from collective_matmul.jit.deciding_function import WrongVariantError, deciding
 from tests.dispatch.sites import BFLOAT16, H200
-from tests.explained import arguments, on
+from tests.explained import arguments, gram, on
 from tests.hopper import needs_kernels
 from tests.reference import AXIS
 
@@ -49,7 +49,7 @@ def variants(fun: Callable) -> tuple[Callable, Callable]:
 @pytest.mark.parametrize("allowed", [False, True])
 def test_kernels_are_in_programs_with_their_options_only(allowed: bool) -> None:
     few = stack()
-    fun = few if allowed else lambda *args: few(*args).max(0)
+    fun = few if allowed else lambda *args: gram(few(*args))
     without, with_them = variants(fun)
     with pytest.raises(WrongVariantError):
         (without if allowed else with_them)()
@@ -64,7 +64,7 @@ def test_kernels_are_in_programs_with_their_options_only(allowed: bool) -> None:
 @pytest.mark.parametrize("allowed", [False, True])
 def test_only_decisions_for_the_program_that_runs_are_recorded(allowed: bool) -> None:
     few = stack()
-    without, with_them = variants(few if allowed else lambda *args: few(*args).max(0))
+    without, with_them = variants(few if allowed else lambda *args: gram(few(*args)))
     with record_decisions() as decisions:
         for trace in (with_them, without):
             with contextlib.suppress(WrongVariantError):
@@ -81,12 +81,12 @@ def test_fallbacks_are_warned_of_when_it_is_decided(
     for module in (selection, peer_decision):
         monkeypatch.setattr(module, "warn_once", warn_once)
     asked = stack(implementation=("one_shot", "ring"))
-    fun = asked if use == "allowed" else lambda *args: asked(*args).max(0)
+    fun = asked if use == "allowed" else lambda *args: gram(asked(*args))
     if use == "trace":
         overlap_jit(fun).trace(*SHAPES)
     else:
         variants(fun)[use == "allowed"]()
-    reason = "the compiler divides reduce_max" if use == "refused" else compiler.COMPILED_BY_HAND
+    reason = "the compiler divides dot_general" if use == "refused" else compiler.COMPILED_BY_HAND
     fallback = (
         "one_shot is not possible: overlap_jit has not allowed this program kernels that address"
     )

@@ -27,7 +27,7 @@ from collective_matmul.mosaic_gpu.peers import shared_memory
 from collective_matmul.peer_access import UNDECIDED, peer_kernels_allowed
 from tests.dispatch.sites import BFLOAT16, H200
 from tests.dispatch.tables.example_tables import KIND, entry
-from tests.explained import arguments, blocks, flat_arguments, on, plain
+from tests.explained import arguments, blocks, flat_arguments, gram, on, plain
 from tests.hopper import needs_kernels
 from tests.reference import AXIS
 
@@ -329,23 +329,90 @@ def test_with_them_the_reference_takes_what_xla_hides_elsewhere(
         assert other.seconds - one.seconds == pytest.approx(expected)
 
 
+CURE = (
+    "leave such operations out, or do them in a jax.shard_map over the axis, or after the matmul"
+    " that gathers over the axis"
+)
 AUTO_AXIS = (
-    "may add collectives that the program does not show; leave it out, or do it in a jax.shard_map"
-    " over the axis, or after the matmul that gathers over the axis; where the compiler adds few,"
+    f"may add collectives that the program does not show; {CURE}; where the compiler adds few,"
     " peer_kernels=True may be faster: measure both"
 )
 
 
 def test_work_outside_shard_map_that_the_compiler_divides() -> None:
-    """The compiler may communicate to sum sharded rows, and not for the sine of each element."""
+    """The compiler communicates for products of sharded rows, and not for the sine of each."""
     stack = on(mesh_of())
     for fun in (jnp.sin, lambda y: y.max(1)):
         assert decision_for(lambda *args, fun=fun: fun(stack(*args)), *FEW).allowed
-    decision = decision_for(lambda *args: stack(*args).max(0), *FEW)
+    decision = decision_for(lambda *args: gram(stack(*args)), *FEW)
     assert not decision.allowed
-    assert decision.reason.startswith("the compiler divides reduce_max at test_peer_decision.py:")
+    assert decision.reason.startswith("the compiler divides dot_general at explained.py:")
     assert f"over axis 'tensor' of size 4, and {AUTO_AXIS}; they are predicted to" in str(decision)
-    assert not backends_of(explain(lambda *args: stack(*args).max(0))(*FEW)) & PEERS
+    assert not backends_of(explain(lambda *args: gram(stack(*args)))(*FEW)) & PEERS
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_the_compiler_adds_counts_as_other_collectives(times: int) -> None:
+    """A sum over sharded rows is one of the columns, over devices; loops repeat it."""
+    stack = on(mesh_of())
+
+    def fun(x: jax.Array, weights: Any) -> jax.Array:
+        y = stack(x, weights)
+        return lax.scan(lambda sums, _: (sums + y.max(0), None), y[0, :], length=times)[0]
+
+    decision = decision_for(fun, *FEW)
+    cut, largest = sorted(decision.causes, key=lambda cause: cause.operation, reverse=True)
+    bytes_of_columns = 2 * WIDTHS[0]
+    one = 28e-6 + 2 * bytes_of_columns * 0.75 / 3.76e11
+    assert largest.seconds == pytest.approx(times * one)
+    assert decision.cost_seconds == pytest.approx(sum(each.seconds or 0 for each in (cut, largest)))
+    assert decision.allowed == (times == 1)
+    words = " ".join(str(decision).split())
+    assert f"; about {decision.cost_seconds * 1e6:.0f} µs of that are for collectives that" in words
+    assert (
+        f"that the compiler may add, as it divides {decision.causes[0]} and {decision.causes[1]}"
+        in words
+    )
+    assert (CURE in words) == (times == 3)
+
+
+def test_tokens_that_a_model_cuts_are_better_cut_before() -> None:
+    """XLA shards them before it cuts them, and permutes a few."""
+    stack = on(mesh_of())
+    x, weights = FEW
+    table = jax.ShapeDtypeStruct((128, x.shape[1]), x.dtype)
+    tokens, inputs = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (65, 64))
+
+    def model(table: jax.Array, tokens: jax.Array, weights: Any) -> jax.Array:
+        return stack(jnp.take(table, tokens, axis=0), weights)
+
+    decision = decision_for(lambda t, tokens, w: model(t, tokens[:-1], w), table, tokens, weights)
+    (cut,) = decision.causes
+    assert decision.allowed
+    assert cut.operation.startswith("slice at test_peer_decision.py:")
+    assert cut.cure == "cut tokens before the program: take inputs and targets as two arguments"
+    assert not decision_for(model, table, inputs, weights).causes
+
+
+def test_all_causes_are_named_at_once() -> None:
+    """Each once, and most of many counted."""
+    stack = on(mesh_of())
+
+    def fun(x: jax.Array, weights: Any) -> list[jax.Array]:
+        y = stack(x, weights)
+        twice = [gram(y + i) for i in range(2)]  # Of one line.
+        sums = [y.max(0), y.min(0), y.sum(0), y.prod(0), y.argmax(0)]
+        return [*twice, *sums, y @ y.T]
+
+    decision = decision_for(fun, *FEW)
+    unknown = [str(each) for each in decision.causes if each.seconds is None]
+    known = [str(each) for each in decision.causes if each.seconds is not None]
+    assert [name.split(" ")[0] for name in unknown] == ["dot_general"] * 2
+    names = {name.split(" ")[0] for name in known}
+    assert names == {"reduce_max", "reduce_min", "reduce_sum", "reduce_prod", "argmax"}
+    assert decision.reason.startswith(f"the compiler divides {unknown[0]} and {unknown[1]} over")
+    named = f"{', '.join(known[:4])} over axis 'tensor' of size 4 and 1 more (peer_kernels.causes"
+    assert named.replace(f", {known[3]}", f" and {known[3]}") in decision.reason
 
 
 def test_what_the_compiler_divides_has_a_cure_which_helps() -> None:
@@ -366,11 +433,11 @@ def test_what_the_compiler_divides_has_a_cure_which_helps() -> None:
         check_vma=False,
     )
     stack = on(mesh)
-    reason = decision_for(lambda x, ws: up(stack(x, ws)[:32], ws[0][0]), *FEW).reason
-    assert reason.startswith("the compiler divides slice at ") and AUTO_AXIS in reason
-    assert decision_for(lambda x, ws: up(stack(x, ws), ws[0][0])[:32], *FEW).allowed
-    assert not decision_for(lambda *args: stack(*args)[-1], *FEW).allowed
-    assert decision_for(lambda *args: last(stack(*args))[-1], *FEW).allowed
+    (cut,) = decision_for(lambda x, ws: up(stack(x, ws)[:32], ws[0][0]), *FEW).causes
+    assert cut.operation.startswith("slice at ") and cut.cure == CURE
+    assert not decision_for(lambda x, ws: up(stack(x, ws), ws[0][0])[:32], *FEW).causes
+    assert decision_for(lambda *args: stack(*args)[-1], *FEW).causes
+    assert not decision_for(lambda *args: last(stack(*args))[-1], *FEW).causes
 
 
 def test_arrays_that_neighbours_shard_otherwise_have_a_cure_which_helps() -> None:
@@ -383,7 +450,7 @@ def test_arrays_that_neighbours_shard_otherwise_have_a_cure_which_helps() -> Non
 
     reason = decision_for(after(P(None, AXIS)), *FEW).reason
     assert reason.startswith("the compiler divides shard_map")
-    assert "show; shard its arrays over the axis as the operations around it do; where" in reason
+    assert "show; shard arrays over the axis as the operations around do; where" in reason
     assert decision_for(after(P(AXIS)), *FEW).allowed
 
 
@@ -495,12 +562,12 @@ def test_decisions_are_numbered_only_while_they_are_undecided() -> None:
 def test_requests_that_were_not_allowed_say_why() -> None:
     fun = on(mesh_of(), implementation=("fused", "ring"))
     assert backends_of(explain(fun)(*FEW)) <= {"fused", "ring"}
-    explanation = explain(lambda *args: fun(*args).max(0))(*FEW)
+    explanation = explain(lambda *args: gram(fun(*args)))(*FEW)
     assert backends_of(explanation) == {"ring"}
     for decision in explanation.decisions:
         assert decision.reason.startswith(
             "fallback: fused is not possible: overlap_jit does not allow kernels to address peers'"
-            " memory: the compiler divides reduce_max at "
+            " memory: the compiler divides dot_general at "
         )
 
 
@@ -508,7 +575,7 @@ def test_requests_that_were_not_allowed_say_why() -> None:
 def test_a_decided_program_records_its_own_decisions(allowed: bool) -> None:
     """Once, and not those from which was decided."""
     stack = on(mesh_of())
-    fun = overlap_jit(stack if allowed else lambda *args: stack(*args).max(0))
+    fun = overlap_jit(stack if allowed else lambda *args: gram(stack(*args)))
     with record_decisions() as recorded:
         program = fun.decided(*FEW)
     assert program.peer_kernels.allowed == allowed
