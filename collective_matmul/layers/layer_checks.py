@@ -164,6 +164,26 @@ def copies_of_heads(heads: int | None, axis_name: str, devices: int | None) -> i
     return max(devices // heads, 1)
 
 
+def weight_features(size: int, axis_name: str, devices: int, over_axis: int) -> None:
+    """Checks the dimension of a kernel that a second axis shards.
+
+    Args:
+      size: its size.
+      axis_name: the second axis.
+      devices: the size of that.
+      over_axis: in how many pieces the layer's own axis divides the dimension.
+
+    Raises:
+      ValueError: if they do not divide it.
+    """
+    if size % (devices * over_axis):
+        also = f" in {over_axis} parts along the layer's own axis" if over_axis > 1 else ""
+        raise ValueError(
+            f"weight_axis_name={axis_name!r}: its {devices} devices do not divide {size} features"
+            f"{also}; expected a multiple of {devices * over_axis}, or leave it out for this layer"
+        )
+
+
 def whole_kernels(copies: int, weight_axis_name: str | None) -> None:
     """Raises ValueError for a second axis of a kernel that several devices use."""
     if copies != 1 and weight_axis_name is not None:
@@ -234,7 +254,8 @@ def kernel(
       weight_shards: how a second axis shards it too, or None.
 
     Raises:
-      ValueError: if it is not the (shard of the) global kernel, or global and quantized.
+      ValueError: if it is not the (shard of the) global kernel, or global and quantized, or the
+        axes do not divide it.
     """
     if isinstance(value, Quantized) and not isinstance(context, LocalShards):
         raise ValueError(
@@ -246,8 +267,12 @@ def kernel(
     expected = list(shape)
     expected[sharded_dimension] //= context.parameter_shards
     axes = f"axis {context.axis_name!r}"
+    local = isinstance(context, LocalShards)
     if weight_shards is not None:
-        expected[len(features[0]) if weight_shards.dimension else 0] //= weight_shards.axis_size
+        place = len(features[0]) if weight_shards.dimension else 0
+        over_axis = context.devices if place == sharded_dimension else 1
+        weight_features(shape[place], weight_shards.axis_name, weight_shards.axis_size, over_axis)
+        expected[place] //= weight_shards.axis_size if local else 1
         axes = f"axes {context.axis_name!r} and {weight_shards.axis_name!r}"
     if value.shape == tuple(expected):
         return
@@ -255,7 +280,7 @@ def kernel(
         count = len(features[0])
         if value.shape == (math.prod(expected[:count]), math.prod(expected[count:])):
             return
-    if context.parameter_shards == 1 and weight_shards is None:
+    if not local or (context.parameter_shards == 1 and weight_shards is None):
         advice = f"the global shape {shape}"
     else:
         advice = (

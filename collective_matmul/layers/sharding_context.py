@@ -39,6 +39,9 @@ from collective_matmul.ops.matmul.checks import shown
 #: one, and the ops gather them.
 WeightSharding = tuple[str, Literal[0, 1]]
 
+#: The entries of a partition spec.
+SpecEntries = tuple[str | tuple[str, ...] | None, ...]
+
 #: The mesh axes that shard each dimension before the features, major first.
 LeadingAxes = tuple[tuple[str, ...], ...]
 
@@ -69,8 +72,11 @@ class LocalShards:
         """The axes that are known to shard the first `count` dimensions of x: none."""
         return ((),) * count
 
-    def weight_shards(self, sharding: WeightSharding | None) -> WeightShards | None:
+    def weight_shards(
+        self, sharding: WeightSharding | None, leading: LeadingAxes = ()
+    ) -> WeightShards | None:
         """How a second axis shards kernels, if the `shard_map` is over that axis too."""
+        del leading
         if sharding is None or sharding[0] not in jax.sharding.get_abstract_mesh().manual_axes:
             return None
         axis_name, dimension = sharding
@@ -139,9 +145,17 @@ class GlobalArrays:
         batch = (*leading[0], *self.data_axes)
         return (batch, *leading[1:]) if x.shape[0] % self.shards(batch) == 0 else leading
 
-    def weight_shards(self, sharding: WeightSharding | None) -> None:
-        """None: the compiler gathers what a second axis shards."""
-        del sharding
+    def weight_shards(
+        self, sharding: WeightSharding | None, leading: LeadingAxes = ()
+    ) -> WeightShards | None:
+        """How a second axis shards kernels, if it shards the batch: dimension 0 in `leading`.
+
+        None otherwise: the compiler gathers the kernels then.
+        """
+        if sharding is None or not leading or sharding[0] not in leading[0]:
+            return None
+        axis_name, dimension = sharding
+        return WeightShards(axis_name, self.shards((axis_name,)), dimension)
 
     def shards(self, axes: tuple[str, ...]) -> int:
         """The number of pieces that a dimension sharded over `axes` is still to be split into."""
@@ -237,6 +251,23 @@ def current_context(
     return GlobalArrays(axis_name, found, further_axes, data)
 
 
+def known_weight_devices(
+    weight_axis_name: str, axis_name: str, mesh: Mesh | AbstractMesh | None
+) -> int | None:
+    """The size of a second axis of kernels; None if no mesh is known yet, or kernels are shards.
+
+    Raises:
+      ValueError: if the mesh has no such axes.
+    """
+    if known_axis_size(axis_name, mesh) is None:
+        return None
+    context = current_context(axis_name, mesh)
+    if isinstance(context, LocalShards):
+        return None
+    known_axes("weight_axis_name", (weight_axis_name,), context.mesh.axis_names)
+    return context.mesh.shape[weight_axis_name]
+
+
 def known_axes(argument: str, names: Sequence[str], available: Sequence[str]) -> None:
     """Checks that a mesh has axes.
 
@@ -283,6 +314,25 @@ def known_axis_size(
 def sharded(leading: LeadingAxes, dimension: int | None, axis_name: str) -> LeadingAxes:
     """`leading` with one dimension also sharded over the axis, which is the minor axis there."""
     return tuple((*axes, axis_name) if i == dimension else axes for i, axes in enumerate(leading))
+
+
+def kernel_spec(
+    features: tuple[int, int], dimension: int | None, axis_name: str, weights: WeightSharding | None
+) -> SpecEntries:
+    """How a kernel is sharded.
+
+    Args:
+      features: its numbers of input and of output dimensions.
+      dimension: the dimension that the axis shards, or None.
+      axis_name: the axis; it is the major one where both shard a dimension.
+      weights: a second axis, or None.
+    """
+    inputs, outputs = features
+    axes = sharded(((),) * (inputs + outputs), dimension, axis_name)
+    if weights is not None:
+        second, side = weights
+        axes = sharded(axes, inputs if side else 0, second)
+    return tuple(names[0] if len(names) == 1 else names or None for names in axes)
 
 
 def partition_spec(leading: LeadingAxes, *features: str | None) -> P:

@@ -29,6 +29,7 @@ from collective_matmul.layers.sharding_context import (
     LocalShards,
     ShardingContext,
     WeightSharding,
+    kernel_spec,
     partition_spec,
     sharded,
 )
@@ -91,15 +92,15 @@ def column_parallel(
     Raises:
       ValueError: for shapes that do not fit each other or the axis.
     """
-    axis_name, shards = context.axis_name, context.weight_shards(weight_sharding)
+    axis_name, contracted = context.axis_name, len(kernel_shapes[0][0])
+    count = x.ndim - contracted
+    leading = context.leading_axes(x, count)
+    shards = context.weight_shards(weight_sharding, leading)
     for kernel, (inputs, outputs) in zip(kernels, kernel_shapes, strict=True):
         layer_checks.features("out_features", outputs, axis_name, context.devices)
         layer_checks.kernel(kernel, (inputs, outputs), len(inputs), context, shards)
         layer_checks.input_features(x, inputs)
-    contracted = len(kernel_shapes[0][0])
-    count = x.ndim - contracted
     gather = layer_checks.leading_dimension("gather_dimension", gather_dimension, count)
-    leading = context.leading_axes(x, count)
     gather = gathered_dimension(context, x, gather, leading)
     adapters = tuple(adapters) or (None,) * len(kernels)
 
@@ -123,7 +124,11 @@ def column_parallel(
 
     columns = [(axis_name, *[None] * (len(outputs) - 1)) for _, outputs in kernel_shapes]
     x_spec = partition_spec(sharded(leading, gather, axis_name), *[None] * contracted)
-    in_specs = x_spec, *_column_specs(contracted, columns, biases, adapters)
+    specs = _column_specs(columns, biases, adapters)
+    over = weight_sharding if shards else None
+    ranks = [(contracted, len(outputs)) for _, outputs in kernel_shapes]
+    kernel_specs = tuple(P(*kernel_spec(each, contracted, axis_name, over)) for each in ranks)
+    in_specs = x_spec, kernel_specs, *specs
     out_specs = tuple(partition_spec(leading, *names) for names in columns)
     operands = x, tuple(kernels), tuple(biases), adapters
     return context.map_shards(on_shards, operands, in_specs, out_specs)
@@ -155,10 +160,9 @@ def own_columns(context: ShardingContext, parameter: Any, dimension: int, copies
     return jnp.repeat(parts, copies, dimension).reshape(*before, size * copies, *after)
 
 
-def _column_specs(count: int, columns: Any, biases: Any, adapters: Any) -> tuple[Any, Any, Any]:
-    """The specs of kernels, biases and adapters: `count` input features, and axes of `columns`."""
+def _column_specs(columns: Any, biases: Any, adapters: Any) -> tuple[Any, Any]:
+    """The specs of biases and adapters, of which `columns` are the axes."""
     return (
-        tuple(P(*[None] * count, *names) for names in columns),
         tuple(b if b is None else P(*names) for b, names in zip(biases, columns, strict=True)),
         tuple(a and a.specs((), (None, *n)) for a, n in zip(adapters, columns, strict=True)),
     )
@@ -215,12 +219,12 @@ def row_parallel(
     """
     axis_name, (inputs, outputs) = context.axis_name, kernel_shape
     layer_checks.features("in_features", inputs, axis_name, context.devices)
-    shards = context.weight_shards(weight_sharding)
+    count = x.ndim - len(inputs)
+    leading = context.leading_axes(x, count)
+    shards = context.weight_shards(weight_sharding, leading)
     layer_checks.kernel(kernel, kernel_shape, 0, context, shards)
     layer_checks.input_features(x, (inputs[0] // context.parameter_shards, *inputs[1:]))
-    count = x.ndim - len(inputs)
     requested = layer_checks.leading_dimension("scatter_dimension", scatter_dimension, count)
-    leading = context.leading_axes(x, count)
     scatter = scattered_dimension(context, x, requested, leading)
 
     def on_shards(x, kernel, bias, adapter):
@@ -246,7 +250,9 @@ def row_parallel(
     rows, whole = (axis_name, *[None] * (len(inputs) - 1)), [None] * len(outputs)
     bias_spec = bias if bias is None else P(*whole)
     adapter_spec = adapter and adapter.specs((axis_name, None), (None, *whole))
-    in_specs = (partition_spec(leading, *rows), P(*rows, *whole), bias_spec, adapter_spec)
+    over = weight_sharding if shards else None
+    spec = P(*kernel_spec((len(inputs), len(outputs)), 0, axis_name, over))
+    in_specs = (partition_spec(leading, *rows), spec, bias_spec, adapter_spec)
     out_specs = partition_spec(sharded(leading, scatter, axis_name), *whole)
     return context.map_shards(on_shards, (x, kernel, bias, adapter), in_specs, out_specs)
 

@@ -33,9 +33,12 @@ from collective_matmul.layers.linear.lora import Adapter, Lora
 from collective_matmul.layers.linear.shared_calls import SharedCalls, shared_calls_of, sharing
 from collective_matmul.layers.sharding_context import (
     ShardingContext,
+    SpecEntries,
     WeightSharding,
     current_context,
+    kernel_spec,
     known_axis_size,
+    known_weight_devices,
 )
 from collective_matmul.operands.quantized import typed
 from collective_matmul.ops.matmul import checks
@@ -132,48 +135,52 @@ class _ParallelLinear(nnx.Module):
         self.dtype, self.param_dtype = dtype, param_dtype
         self.use_bias, self.frozen = use_bias, frozen
         self.weight_dimension: Literal[0, 1] = weight_dimension
-        names: list[tuple[str, ...]] = [()] * (len(inputs) + len(outputs))
-        if sharded_features is not None:
-            names[0 if sharded_features == "in_features" else len(inputs)] = (axis_name,)
+        place = {"in_features": 0, "out_features": len(inputs), None: None}[sharded_features]
+        counts = len(inputs), len(outputs)
+        over_axis = kernel_spec(counts, place, axis_name, None)
         self.data_axis_name = layer_checks.data_axes(data_axis_name, axis_name)
         self._check_features(sharded_features)
-        bias_names = names[len(inputs) :]
         if weight_axis_name is not None:
             dimensions = "0 for the first of in_features, or 1 for the first of out_features"
             checks.weight_sharding(weight_axis_name, weight_dimension, axis_name, dimensions)
-            names[len(inputs) if weight_dimension else 0] += (weight_axis_name,)
         flat = math.prod(inputs), math.prod(outputs)
         kernel = kernel_init(rngs.params(), flat, param_dtype).reshape(*inputs, *outputs)
-        self.kernel, self.bias = _param(kernel, names), nnx.data(None)
+        spec = kernel_spec(counts, place, axis_name, self.weight_sharding)
+        self.kernel, self.bias = _param(kernel, spec), nnx.data(None)
         if use_bias:
             bias = bias_init(rngs.params(), flat[1:], param_dtype).reshape(outputs)
-            self.bias = _param(bias, bias_names)
-        self._add_adapter(lora, flat, (names[0], names[len(inputs)]), rngs)
+            self.bias = _param(bias, over_axis[len(inputs) :])
+        self._add_adapter(lora, flat, (over_axis[0], over_axis[len(inputs)]), rngs)
 
     def _check_features(self, sharded: Literal["in_features", "out_features"] | None) -> None:
-        """Raises ValueError if the axis is known and does not divide these features."""
+        """Raises ValueError if the axes are known and do not divide the kernel."""
         devices = known_axis_size(self.axis_name, self.mesh, self.data_axis_name)
-        if devices and sharded is not None:
-            sizes = self.kernel_shape[0 if sharded == "in_features" else 1]
-            layer_checks.features(sharded, sizes, self.axis_name, devices)
+        side = {"in_features": 0, "out_features": 1}.get(sharded or "")
+        if devices and sharded is not None and side is not None:
+            layer_checks.features(sharded, self.kernel_shape[side], self.axis_name, devices)
+        if not devices or (second := self.weight_axis_name) is None:
+            return
+        size = self.kernel_shape[self.weight_dimension][0]
+        pieces = devices if side == self.weight_dimension else 1
+        if (count := known_weight_devices(second, self.axis_name, self.mesh)) is not None:
+            layer_checks.weight_features(size, second, count, pieces)
 
     def _add_adapter(
         self,
         lora: Lora | None,
         sizes: tuple[int, int],
-        names: Sequence[tuple[str, ...]],
+        spec: SpecEntries,
         rngs: nnx.Rngs,
     ) -> None:
-        """Adds A and B, which are sharded as the kernel is over `axis_name`."""
+        """Adds A and B, which are sharded as the kernel is over `axis_name`: by `spec`."""
         if lora is None:
             return
         self.lora, self.frozen = lora, True
-        over_axis = [tuple(axis for axis in axes if axis == self.axis_name) for axes in names]
         shapes = (sizes[0], lora.rank), (lora.rank, sizes[1])
         a = _LORA_INIT(rngs.params(), shapes[0], self.param_dtype)
         b = jnp.zeros(shapes[1], self.param_dtype)
-        self.lora_a = _param(a, (over_axis[0], ()), nnx.LoRAParam)
-        self.lora_b = _param(b, ((), over_axis[1]), nnx.LoRAParam)
+        self.lora_a = _param(a, (spec[0], None), nnx.LoRAParam)
+        self.lora_b = _param(b, (None, spec[1]), nnx.LoRAParam)
         if lora.dropout:
             # Other sources of keys are of initial parameters alone: a model sets those of dropout.
             own = rngs if isinstance(rngs, nnx.Rngs) else None
@@ -254,8 +261,9 @@ class ColumnParallelLinear(_ParallelLinear):
         * fp8: None, or the recipe by which operands are quantized to 8 bits, as the ops take it. An
           x that is not gathered is multiplied as it is.
         * weight_axis_name: a second mesh axis, which shards the kernel too, as in fully sharded
-          data parallelism; or None. Inside a `shard_map` over both axes, the ops gather the kernel
-          in their own loop, in `dtype`; elsewhere the compiler does.
+          data parallelism; or None. Where it shards the batch too, by `data_axis_name` or inside a
+          `shard_map` over both axes, the ops gather the kernel in their own loop, in `dtype`;
+          elsewhere the compiler does.
         * weight_dimension (default 1): what it shards: 0 for the first of in_features, 1 for the
           first of out_features.
         * data_axis_name (default ()): a mesh axis that shards dimension 0 of global arrays, the
@@ -538,8 +546,7 @@ def _gathered_once(
 
 
 def _param(
-    value: jax.Array, names: Sequence[tuple[str, ...]], kind: type[nnx.Param] = nnx.Param
+    value: jax.Array, spec: SpecEntries, kind: type[nnx.Param] = nnx.Param
 ) -> nnx.Param[jax.Array]:
     """A parameter with a partition spec. It is not placed yet, as there may be no mesh."""
-    sharding = tuple((axes[0] if len(axes) == 1 else axes) if axes else None for axes in names)
-    return kind(value, out_sharding=sharding, eager_sharding=False)
+    return kind(value, out_sharding=spec, eager_sharding=False)

@@ -17,6 +17,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from collective_matmul.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from collective_matmul.layers.linear.lora import Adapter, Lora
+from collective_matmul.layers.sharding_context import SpecEntries
 
 
 def adapter_in(layer: Any) -> nnx.LoRA | None:
@@ -73,9 +74,16 @@ def _name(dtype: Any) -> str:
     return "None" if dtype is None else jax.numpy.dtype(dtype).name
 
 
-def specs_of_adapter(kernel: nnx.Variable[Any]) -> dict[str, tuple[Any, ...]]:
-    """The axes that shard the parameters of an adapter, by name, from those of the kernel."""
-    *_, inputs, outputs = kernel.get_metadata("out_sharding")
+def specs_of_adapter(layer: ColumnParallelLinear | RowParallelLinear) -> dict[str, SpecEntries]:
+    """The axes that shard the parameters of an adapter, by name.
+
+    The layer's own axis does as it shards the kernel. A second axis of the kernel does not.
+    """
+    axis_name = layer.axis_name
+    *_, inputs, outputs = (
+        axis_name if axis_name in jax.tree.leaves(entry) else None
+        for entry in layer.kernel.get_metadata("out_sharding")
+    )
     return {"lora_a": (inputs, None), "lora_b": (None, outputs)}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -42,6 +42,7 @@ from collective_matmul.layers.parallelize.parallel_styles import (
     Shared,
 )
 from collective_matmul.layers.parallelize.placement import mesh_of_arrays, place_variables
+from collective_matmul.layers.sharding_context import known_axis_size, known_weight_devices
 
 _OPTIONS_OF_LINEAR: dict[str, Any] = {
     "precision": None,
@@ -79,8 +80,8 @@ def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
     Args:
       model: the model.
       plan: styles by path pattern.
-      options: options of the collective layers: axis_name, mesh, implementation and
-        data_axis_name.
+      options: options of the collective layers: axis_name, mesh, implementation,
+        data_axis_name and weight_axis_name.
 
     Returns:
       The model.
@@ -90,7 +91,11 @@ def parallelize_nnx(model: nnx.Module, plan: ParallelStyles, options: dict[str, 
     """
     nodes = [("", model), *_nodes(model)]
     entries = _matched_layers(nodes, plan, options)
-    collective = {key: _collective_layer(entry, options) for key, entry in entries.items()}
+    dimension = _weight_dimension(entries.values(), options)
+    collective = {
+        key: _collective_layer(entry, dict(options, weight_dimension=dimension))
+        for key, entry in entries.items()
+    }
     groups = _sharing_modules(nodes, plan)
     for path, node, style, _ in groups:
         _check_group(path, [collective[id(getattr(node, name))] for name in style.names])
@@ -261,6 +266,21 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
+def _weight_dimension(entries: Iterable[Entry], options: dict[str, Any]) -> Literal[0, 1]:
+    """What a second axis shards of the kernels of all Column layers, as some share a gather.
+
+    1, their output features, makes faster loops; both axes have to divide these, which may be few
+    heads. Row layers have their output features sharded.
+    """
+    second, axis = options["weight_axis_name"], (options["axis_name"], options["mesh"])
+    count = None if second is None else known_weight_devices(second, *axis)
+    if count is None or (devices := known_axis_size(*axis)) is None:
+        return 0
+    columns = [base_of(layer) for _, layer, style, _ in entries if isinstance(style, Column)]
+    outputs = (layer_checks.sizes("out_features", column.out_features) for column in columns)
+    return 1 if all(first % (devices * count) == 0 for first, *_ in outputs) else 0
+
+
 def _collective_layer(
     entry: Entry, options: dict[str, Any]
 ) -> ColumnParallelLinear | RowParallelLinear:
@@ -284,6 +304,7 @@ def _collective_layer(
             dimension, heads = style.gather_dimension, style.heads
             return column(*sizes, gather_dimension=dimension, heads=heads, **rest)
         row = RowParallelLoRALinear if in_layer else RowParallelLinear
+        rest["weight_dimension"] = 1
         return row(*sizes, scatter_dimension=style.scatter_dimension, **rest)
 
     with layer_checks.naming(path):
@@ -293,7 +314,7 @@ def _collective_layer(
 def _with_parameters_of(linear: Any, layer: Any, fresh: dict[int, Any]) -> Any:
     """Gives `layer` the parameter values of `linear`, with partition specs."""
     if (adapter := adapter_in(linear)) is not None:
-        for name, names in specs_of_adapter(layer.kernel).items():
+        for name, names in specs_of_adapter(layer).items():
             _sharded(getattr(adapter, name), names, fresh)  # It is replaced where it is.
     for name in ("kernel", "bias"):
         if (param := getattr(base_of(linear), name)) is not None:

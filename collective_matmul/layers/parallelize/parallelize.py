@@ -29,6 +29,7 @@ def parallelize(
     mesh: Mesh | AbstractMesh | None = None,
     implementation: Implementation = None,
     data_axis_name: str | tuple[str, ...] = (),
+    weight_axis_name: str | None = None,
 ) -> Model: ...
 @overload
 def parallelize(
@@ -39,6 +40,7 @@ def parallelize(
     mesh: Mesh | AbstractMesh | None = None,
     implementation: Implementation = None,
     data_axis_name: str | tuple[str, ...] = (),
+    weight_axis_name: str | None = None,
 ) -> ParallelModule: ...
 def parallelize(
     model: Any,
@@ -48,6 +50,7 @@ def parallelize(
     mesh: Mesh | AbstractMesh | None = None,
     implementation: Implementation = None,
     data_axis_name: str | tuple[str, ...] = (),
+    weight_axis_name: str | None = None,
 ) -> Any:
     """Makes linear layers and attention of a model collective; weights and paths stay the same.
 
@@ -93,6 +96,10 @@ def parallelize(
       data_axis_name: a mesh axis that shards dimension 0 of global activations, the batch, or
         several; needed for axes of type Auto alone. Results are the same without, but a layer then
         chooses backends for the whole batch: see `ColumnParallelLinear`.
+      weight_axis_name: for nnx modules, a second mesh axis that shards the kernels of matched
+        layers, as in fully sharded data parallelism: output features, or input features of all
+        Column layers where both axes do not divide the output features of one. Where it is one of
+        `data_axis_name`, the ops gather the kernels in their own loops.
 
     Returns:
       The nnx model itself; for a linen module, a `ParallelModule` with its `init` and `apply`.
@@ -101,7 +108,7 @@ def parallelize(
       TypeError: if `model`, `plan`, `mesh` or `data_axis_name` has another type.
       ValueError: for an entry of the plan that matches no layer, or another module, or a layer
         with unsupported options; for two entries that say different things of one layer; for
-        sizes and numbers of heads that the axis does not divide. For nnx it is raised at once,
+        sizes and numbers of heads that the axes do not divide. For nnx it is raised at once,
         before anything is changed; for linen by the first `init` or `apply`, since its layers
         exist only there.
     """
@@ -115,10 +122,16 @@ def parallelize(
     data_axes = layer_checks.data_axes(data_axis_name, axis_name)
     known_axis_size(axis_name, mesh, data_axes)
     if isinstance(model, linen.Module):
+        if weight_axis_name is not None:
+            raise ValueError(
+                f"weight_axis_name={weight_axis_name!r}: the layers of a linen module do not gather"
+                " their kernels; leave it out, and shard the variables over that axis yourself, as"
+                " docs/how_to/fsdp.md does"
+            )
         return ParallelModule(model, plan, axis_name, mesh, requested, data_axes)
     if isinstance(model, nnx.Module):
         options = dict(axis_name=axis_name, mesh=mesh, implementation=requested)
-        options["data_axis_name"] = data_axes
+        options |= dict(data_axis_name=data_axes, weight_axis_name=weight_axis_name)
         return parallelize_nnx(model, plan, options)
     raise TypeError(
         f"model: a {type(model).__name__}; expected a flax.nnx.Module or a flax.linen.Module"

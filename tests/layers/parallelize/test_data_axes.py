@@ -1,4 +1,4 @@
-"""`data_axis_name`: layers that are told which Auto axes shard the batch."""
+"""`data_axis_name` and `weight_axis_name`: a second axis that shards the batch, and kernels too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import pytest
 from flax import linen, nnx
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from collective_matmul import explain
 from collective_matmul.layers import (
@@ -136,3 +137,75 @@ def test_refusals(case: str, mesh: Mesh) -> None:
     assert type(model.down) is nnx.Linear
     with pytest.raises(error, match=re.escape(sentence)):
         ColumnParallelLinear(8, 8, mesh=mesh, data_axis_name=named, rngs=nnx.Rngs(0))
+
+
+FSDP: Any = dict(data_axis_name="data", weight_axis_name="data")
+
+
+@pytest.mark.parametrize("context", ["auto", "explicit", "local"])
+def test_sharded_kernels_give_the_same_results_and_gradients(context: str, mesh: Mesh) -> None:
+    x = random(*SHAPE)
+    expected = unsharded_outcome(Block(nnx.Rngs(0)), x)
+    model = parallelize(Block(nnx.Rngs(0)), PLAN, implementation="ring", **FSDP)
+    assert_close(outcome(model, x, context, mesh), expected)
+
+
+def test_ops_gather_kernels_that_the_axis_of_the_batch_shards(mesh: Mesh) -> None:
+    model = parallelize(Block(nnx.Rngs(0)), PLAN, mesh=mesh, **FSDP)
+    kernels: Any = model.up.kernel[...], model.down.kernel[...]
+    assert [k.sharding.spec for k in kernels] == [P("data", "tensor"), P("tensor", "data")]
+    decisions = explain(lambda model, x: model(x))(model, random(*SHAPE)).decisions
+    shards = {str(decision.site.weight_shards) for decision in decisions}
+    assert len(decisions) == 4 and shards == {"K of w over data=2", "N of w over data=2"}
+
+
+def test_output_features_are_sharded_where_both_axes_divide_those_of_all(mesh: Mesh) -> None:
+    def sharded(*features: int) -> list[int]:
+        model: Any = nnx.List(nnx.Linear(FEATURES, n, rngs=nnx.Rngs(0)) for n in features)
+        parallelize(model, {"*": Column()}, mesh=mesh, **FSDP)
+        return [layer.weight_dimension for layer in model]
+
+    assert sharded(16, 24) == [1, 1]
+    assert sharded(16, 24, 12) == [0, 0, 0]
+
+
+def test_the_compiler_gathers_kernels_for_a_batch_that_stays_whole(mesh: Mesh) -> None:
+    model, x = Block(nnx.Rngs(0)), random(3, *SHAPE[1:])
+    expected = model(x)
+    parallelize(model, PLAN, mesh=mesh, **FSDP)
+    decisions = explain(lambda model, x: model(x))(model, x).decisions
+    assert {decision.site.weight_shards for decision in decisions} == {None}
+    assert_close(jax.jit(lambda model, x: model(x))(model, x), expected)
+
+
+def test_adapters_are_sharded_over_the_layers_own_axis_alone(mesh: Mesh) -> None:
+    def make() -> nnx.List:
+        return nnx.List(
+            nnx.LoRALinear(FEATURES, HIDDEN, lora_rank=2, rngs=nnx.Rngs(seed)) for seed in range(2)
+        )
+
+    x, layers = random(*SHAPE), make()
+    for layer in layers:
+        layer.lora.lora_b[...] = random(2, HIDDEN, seed=1)
+    expected = layers[0](x)
+    parallelize(layers, {"*": Column()}, mesh=mesh, implementation="ring", **FSDP)
+    lora = layers[0].lora
+    assert lora.lora_a[...].sharding.spec == P() or lora.lora_a[...].sharding.spec == P(None, None)
+    assert lora.lora_b[...].sharding.spec == P(None, "tensor")
+    assert_close(jax.jit(lambda layers, x: layers[0](x))(layers, x), expected)
+
+
+def test_kernels_that_cannot_be_sharded_are_refused(mesh: Mesh) -> None:
+    model = nnx.List([nnx.Linear(FEATURES + 1, 12, rngs=nnx.Rngs(0))])
+    with pytest.raises(ValueError, match="'0': weight_axis_name='data': its 2 devices do not divi"):
+        parallelize(model, {"0": Column()}, mesh=mesh, **FSDP)
+    assert type(model[0]) is nnx.Linear
+    with pytest.raises(ValueError, match="12 features in 4 parts along the layer's own axis"):
+        ColumnParallelLinear(8, 12, mesh=mesh, rngs=nnx.Rngs(0), **FSDP)
+    layer = ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0), **FSDP)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="12 features in 4 parts along the la"):
+        jax.eval_shape(layer, random(*SHAPE))
+    with pytest.raises(ValueError, match="layers of a linen module do not gather"):
+        parallelize(LinenBlock(), {"up": Column()}, mesh=mesh, **FSDP)
+    with pytest.raises(ValueError, match="weight_axis_name='model': the mesh has the axes"):
+        parallelize(model, {"0": Column()}, mesh=mesh, weight_axis_name="model")
