@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 import shlex
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +50,7 @@ def config(preset: str = "llama3-8b", layers: int | None = None, **changes) -> C
     default = PRESETS[preset]()
     layers = layers or default.model.num_layers
     model = dataclasses.replace(default.model, num_layers=layers)
-    return dataclasses.replace(default, model=model, **changes)
+    return dataclasses.replace(default, model=model, given=frozenset(changes), **changes)
 
 
 def plan_of(preset: str, devices: int, layers: int | None = None, **changes) -> Plan:
@@ -303,7 +305,71 @@ def test_no_advice_makes_the_largest_model_fit_on_a_gpu(capsys) -> None:
     assert before.endswith("; --devices 32")
 
 
-def test_flags_that_differ_from_the_preset_are_kept() -> None:
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("--zero 0", "zero", 0),
+        ("--remat none", "remat", "none"),
+        ("--scan-layers=0", "scan_layers", 0),
+        ("--gradient_accumulation_steps 1", "gradient_accumulation_steps", 1),
+        ("--batch-size 8", "batch_size", 8),
+        ("--mesh.context 1 --sequence-length 65536", "sequence_length", 65536),
+    ],
+)
+def test_a_flag_is_kept_where_its_value_is_the_preset_s(flag: str, name: str, value: Any) -> None:
+    """The plan of four layers for 16 GPUs would choose each of these itself, and does so without
+    the flag."""
+    preset = "--preset llama3-8b --model.num-layers 4"
+    machine = Machine(16, H100, GPUS["H100"].memory)
+
+    def found(flags: str) -> set[Any]:
+        fitting = make_plan(parse(shlex.split(f"{preset} {flags}")), machine).fitting
+        if "mesh" in flag:
+            return {each.sizes.context for each in fitting}
+        return {getattr(each.config, name) for each in fitting}
+
+    kept = 1 if "mesh" in flag else value
+    assert found(flag) == {kept}
+    assert found(flag.partition("--mesh.context 1")[2]) != {kept}
+
+
+def test_a_level_that_follows_from_the_mesh_is_the_plan_s_to_choose(tmp_path: Path) -> None:
+    """A row's mesh, added to its plan, leaves the level of the row possible."""
+
+    def levels(flags: str) -> set[int]:
+        asked = parse(shlex.split(f"--preset llama3-8b --model.num-layers 4 {flags}"))
+        return {each.config.zero for each in make_plan(asked, Machine(8, H100, 10**12)).fitting}
+
+    assert levels("--mesh.fsdp 8") == {1, 2, 3}
+    assert levels("--mesh.fsdp 8 --zero 3") == {3}
+    # A file as --print-config writes it has the values of a preset too.
+    file = tmp_path / "run.json"
+    for values, expected in (({"zero": None}, {1, 2, 3}), ({"zero": 2}, {2})):
+        file.write_text(json.dumps({"preset": "llama3-8b", "remat": "none", **values}))
+        asked = parse(["--config", str(file), "--mesh.fsdp", "8", "--model.num-layers", "4"])
+        fitting = make_plan(asked, Machine(8, H100, 10**12)).fitting
+        assert {each.config.zero for each in fitting} == expected
+        assert len({each.config.remat for each in fitting}) > 1
+
+
+def test_a_plan_without_8_bits_has_no_rows_in_8_bits(capsys) -> None:
+    plan = shlex.split("--plan --preset llama3-8b --model.num-layers 4 --device H100 --devices 2")
+    main([*plan, "--fp8", "None"])
+    assert "tensorwise" not in capsys.readouterr().out
+    main(plan)
+    assert "tensorwise" in capsys.readouterr().out
+
+
+def test_where_a_flag_is_in_the_way_a_plan_says_so(capsys) -> None:
+    plan = shlex.split("--plan --preset llama3-8b --device H100 --devices 8 --mesh.tensor 1")
+    with pytest.raises(SystemExit, match=r"^1$"):
+        main([*plan, "--zero", "0"])
+    assert "nothing fits; each of these would: --zero left out; " in capsys.readouterr().out
+    main(plan)
+    assert "nothing fits" not in capsys.readouterr().out
+
+
+def test_several_flags_are_kept_together() -> None:
     plan = plan_of("llama3-8b", 8, zero=3, remat="full", batch_size=16)
     assert plan.candidates
     for candidate in plan.candidates:
