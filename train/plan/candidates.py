@@ -23,6 +23,7 @@ from train.config.config import Config, MeshConfig, MeshSizes, Zero
 from train.memory.device_memory import usable
 from train.parallel.mesh import mesh_sizes
 from train.parallel.weight_gather import where_gathered
+from train.parallel.zero import nothing_sharded
 from train.plan.memory_estimate import MemoryEstimate, predict_memory
 from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.step_time import NETWORK_BYTES, Prediction, predict
@@ -192,6 +193,8 @@ def unfit_mesh(config: Config, devices: int) -> str:
         check_sharded(dataclasses.replace(config, model=padded, batch_size=batch), sizes)
     except ValueError as error:
         return str(error)
+    if config.zero and sizes.weight_shards == 1:
+        return nothing_sharded(config)
     if sizes.devices == devices:
         return (
             f"mesh.tensor={sizes.tensor}: expected a divisor of the {GPUS_OF_A_NODE} GPUs of a"
@@ -242,7 +245,8 @@ def _divisors(number: int, only: int) -> list[int]:
 
 
 def shardings(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:
-    """ZeRO levels that shard something, and placements of experts."""
+    """ZeRO levels that shard something, or that were asked for with this fsdp axis, and placements
+    of experts."""
     levels: Iterable[int] = get_args(Zero) if is_free(config, "zero") else (config.zero,)
     placements: Iterable[str] = (config.expert_axes,)
     if config.model.num_experts is not None and is_free(config, "expert_axes"):
@@ -253,7 +257,8 @@ def shardings(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:
         for zero in levels:
             if zero and sizes.weight_shards == 1:
                 continue
-            if not zero and sizes.fsdp > 1 and axes == "tensor":
+            is_asked = config.mesh.fsdp == sizes.fsdp and not is_free(config, "zero")
+            if not zero and sizes.fsdp > 1 and axes == "tensor" and not is_asked:
                 continue  # The same as more replicas.
             yield {"zero": zero, "expert_axes": axes}
 

@@ -341,7 +341,8 @@ def test_a_level_that_follows_from_the_mesh_is_the_plan_s_to_choose(tmp_path: Pa
         return {each.config.zero for each in make_plan(asked, Machine(8, H100, 10**12)).fitting}
 
     assert levels("--mesh.fsdp 8") == {1, 2, 3}
-    assert levels("--mesh.fsdp 8 --zero 3") == {3}
+    for level in range(4):
+        assert levels(f"--mesh.fsdp 8 --zero {level}") == {level}
     # A file as --print-config writes it has the values of a preset too.
     file = tmp_path / "run.json"
     for values, expected in (({"zero": None}, {1, 2, 3}), ({"zero": 2}, {2})):
@@ -651,6 +652,12 @@ def test_every_gpu_of_a_dry_run_has_rates() -> None:
         (8, "--mesh.data 3 --mesh.tensor 2", "mesh.tensor=2 has 6 of 8 devices; expected a mesh"),
         (8, "--mesh.data -1", "mesh.data=-1: expected a number of devices, or 0 for what fits;"),
         (8, "--mesh.fsdp 8 --batch-size 6", "batch_size=6 is not divisible by mesh.data=1 ×"),
+        (8, "--zero 3 --mesh.tensor 8", "zero=3: nothing is sharded, as mesh.fsdp=1; give --mesh."),
+        (
+            8,
+            "--zero 1 --mesh.fsdp 1",
+            "zero=1: nothing is sharded, as mesh.fsdp=1; give --mesh.",
+        ),
         (8, "--overlap nosuch", "overlap='nosuch': expected auto, rewrite, rewrite-jit, or one"),
     ],
 )
