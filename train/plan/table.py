@@ -30,6 +30,7 @@ from train.plan.candidates import (
     unfit_mesh,
 )
 from train.plan.rates import RATES
+from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_decision
 from train.plan.step_time import BY_PART, milliseconds, unpredicted_reason
 from train.plan.traced_rows import TOO_LOW_WITH_EXPERTS, is_near, trace_first
@@ -255,7 +256,20 @@ def _commands(
         lines.append(
             f"to see the command of another row, add its mesh to this plan; the second's: {mesh}"
         )
-    return lines
+    return [*lines, *_about_nodes(best[0].sizes)]
+
+
+def _about_nodes(sizes: MeshSizes) -> list[str]:
+    """A line that says how the command of a mesh of several nodes is started; none of one node."""
+    nodes = -(-sizes.devices // GPUS_OF_A_NODE)
+    if nodes == 1:
+        return []
+    return [
+        f"{sizes.devices} GPUs are {nodes} nodes of {GPUS_OF_A_NODE}, each of which runs the"
+        f" command to train as one process: under Slurm, put srun --nodes {nodes}"
+        f" --ntasks-per-node 1 --gpus-per-node {GPUS_OF_A_NODE} --kill-on-bad-exit=1 before it;"
+        " docs/how_to/several_nodes.md has an example, and other ways"
+    ]
 
 
 def _machine_flags(config: Config) -> list[str]:

@@ -42,6 +42,7 @@ from train.plan.traced_rows import TOO_HIGH, TOO_HIGH_IF_UNSURE
 from train.run import command_line
 from train.run.command_line import main, parse
 
+ROOT = Path(__file__).parents[3]
 H100, H200 = (GPUS[name].device.device_kind for name in ("H100", "H200"))
 TENSOR, FSDP = MeshSizes(tensor=2), MeshSizes(fsdp=2)
 
@@ -429,6 +430,21 @@ def test_the_command_of_the_best_can_be_run(capsys) -> None:
 
 
 EIGHT = shlex.split("--preset llama3-8b --model.num-layers 4 --device H100 --devices 8")
+
+
+@pytest.mark.parametrize(("devices", "nodes"), [(8, None), (12, 2), (32, 4)])
+def test_a_plan_for_several_nodes_says_how_they_are_started(devices, nodes, capsys) -> None:
+    model = shlex.split("--preset llama3-8b --model.num-layers 4 --batch-size 96")
+    main(["--plan", *model, "--device", "H100", "--devices", str(devices)])
+    output = capsys.readouterr().out
+    assert ("srun" in output) == (nodes is not None)
+    if nodes is not None:
+        command = f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node 8"
+        assert f"{devices} GPUs are {nodes} nodes of 8, each of which runs" in output
+        assert command in output
+        # As the page has it, for another number of nodes.
+        page = (ROOT / "docs/how_to/several_nodes.md").read_text(encoding="utf-8")
+        assert command.replace(f"--nodes {nodes}", "--nodes 16") in page
 
 
 def test_its_commands_run_the_first_and_check_it_here(capsys) -> None:
