@@ -169,7 +169,7 @@ class Explanation:
         communication -= by_reference
         communicate = f"they communicate for {communication * 1e3:.2f} ms"
         if differs:
-            return [total, communicate]
+            return [total, communicate] if communication else [total]
         hidden = min(sum(n * each.hidden_seconds for n, each in known), communication)
         share = hidden / max(communication, 1e-12)
         communicate += (

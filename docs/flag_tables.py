@@ -10,6 +10,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from tyro.conf import Fixed
+
 from models import command_line
 from train.config.config import Config
 
@@ -58,7 +60,7 @@ def flags_of(config: type, prefix: str = "") -> Iterator[Flag]:
         kind, name = types[field.name], f"{prefix}{field.name.replace('_', '-')}"
         if dataclasses.is_dataclass(kind):
             nested.append((kind, f"{name}."))
-        else:
+        elif Fixed not in typing.get_args(kind):
             is_positional = typing.get_origin(kind) is typing.Annotated
             shown = field.name.upper() if is_positional else f"--{name}"
             yield Flag(shown, _values(kind), _default(field), meanings.get(field.name, ""))

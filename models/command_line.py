@@ -203,9 +203,21 @@ def run_export(command: Export) -> None:
     limit = int(command.max_shard_gigabytes * 1e9)
     with origin_of_run(saved.path.parent, saved.configuration()) as origin:
         options: Any = {"origin": origin, "dtype": command.dtype, "max_shard_bytes": limit}
-        write(command.directory, config, params, **options)
+        write(command.directory, _with_context(config, saved, origin), params, **options)
     print(f"{command.directory}: {saved.path}")
     _print_next_steps(command.directory, chat=saved.configuration().get("chat", False))
+
+
+def _with_context(config: LlamaConfig, saved: Any, origin: Path | None) -> LlamaConfig:
+    """The shape of a model, whose context is the length of the sequences of its run if it came with
+    no config.json and nobody said what it is."""
+    from models.hugging_face import ModelFolder
+
+    is_known = config.context_length is not None or (
+        origin is not None and ModelFolder.is_one(origin)
+    )
+    length = None if is_known else saved.configuration().get("sequence_length")
+    return config if length is None else dataclasses.replace(config, context_length=length)
 
 
 def _check_no_folder(command: Export) -> None:

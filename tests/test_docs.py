@@ -25,9 +25,11 @@ from collective_matmul.operands.format import FORMATS, unregister_format
 from collective_matmul.ops.matmul.backends import BACKENDS, unregister
 from docs import flag_tables
 from models.blocks.rematerialization import Remat
+from models.command_line import main as models
 from models.families import FAMILIES
 from tests.test_conventions import LIBRARY, PUBLIC_MODULES, REPOSITORY
 from train.config.optimizers import OPTIMIZERS
+from train.run.command_line import main as train
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -241,6 +243,23 @@ def test_every_flag_is_in_the_tables():
     # The help also has the names that turn switches off.
     on = {flag for flag in flags if not re.search(r"(^|\.)no-", flag)}
     assert on - {"help"} == shown
+
+
+@pytest.mark.exhaustive
+def test_the_commands_of_a_first_run_follow_each_other(tmp_path, monkeypatch, capsys):
+    """With fewer steps, and without the interruption between the first and the second."""
+    page = (ROOT / "docs/how_to/training.md").read_text(encoding="utf-8")
+    section = page.partition("\n## A first run\n")[2].partition("\n## ")[0]
+    commands = re.findall(r"`python -m ([^`]+)`", section)
+    assert len(commands) == 5
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        program, *arguments = shlex.split(command.replace("--steps 300", "--steps 2"))
+        (train if program == "train" else models)(arguments)
+    output = capsys.readouterr().out
+    for expected in ("done: 2 steps", "nothing to train", "held-out loss", "exported: "):
+        assert expected in output
 
 
 def test_every_value_of_remat_is_explained():

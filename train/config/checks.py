@@ -73,7 +73,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
         raise ValueError(
             f"sequence_length={config.sequence_length} is not divisible by"
             f" mesh.tensor={sizes.tensor}; nearest that works:"
-            f" {-(-config.sequence_length // sizes.tensor) * sizes.tensor}"
+            f" --sequence-length {-(-config.sequence_length // sizes.tensor) * sizes.tensor}"
         )
     unit = sizes.data * sizes.fsdp * config.gradient_accumulation_steps
     if config.batch_size % unit:
@@ -81,7 +81,7 @@ def check(config: Config, sizes: MeshSizes) -> None:
             f"batch_size={config.batch_size} is not divisible by mesh.data={sizes.data} ×"
             f" mesh.fsdp={sizes.fsdp} ×"
             f" gradient_accumulation_steps={config.gradient_accumulation_steps}; nearest that"
-            f" works: {-(-config.batch_size // unit) * unit}"
+            f" works: --batch-size {-(-config.batch_size // unit) * unit}"
         )
     check_loss_chunk(config, sizes)
     if config.resume and config.checkpoint_dir is None:

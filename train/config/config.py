@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from tyro.conf import Fixed, Suppress
+
 from models.blocks.rematerialization import Remat
 from models.config import LlamaConfig
 from models.parameters.adapters import LoraConfig
@@ -240,7 +242,7 @@ class Config:
     """Print bytes per device and the collective matmuls, and stop; the mesh may have any size."""
     plan: bool = False
     """Print the fastest meshes, --zero, --remat and microbatches that fit --devices, with their
-    predicted step times, and stop. Flags that differ from the preset's are kept."""
+    predicted step times, and stop. Flags that are given are kept."""
     tune: bool = False
     """Measure the collective matmuls of one step on the GPUs here with every backend, save the
     table from which later runs choose, and stop."""
@@ -254,6 +256,8 @@ class Config:
     """Number of GPUs that a plan is for; default: those of this machine."""
     plan_network: float = 50.0
     """GB/s that each GPU sends to other nodes, for predicted step times."""
+    given: Suppress[Fixed[frozenset[str]]] = field(default=frozenset(), compare=False, repr=False)
+    """No flag: the fields that somebody set, by dotted name, whose values a plan keeps."""
 
     def __post_init__(self) -> None:
         if self.resume_step is not None:
@@ -282,4 +286,6 @@ class Config:
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as nested dictionaries of plain values."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        del values["given"]
+        return values

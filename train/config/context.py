@@ -58,7 +58,7 @@ def check_context(config: Config, sizes: MeshSizes) -> None:
             f"sequence_length={config.sequence_length} is not divisible by {unit}: with"
             f" mesh.context={sizes.context} × mesh.tensor={sizes.tensor} each context device has"
             " two equal parts of a sequence, and each tensor device an equal share of them; nearest"
-            f" that works: {nearest}"
+            f" that works: --sequence-length {nearest}"
         )
 
 

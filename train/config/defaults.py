@@ -150,7 +150,7 @@ def describe_taken(config: Config, names: Collection[str] = FOLLOWING) -> list[s
     return [
         f"default for {what or config.optimizer.kind}: --{name.replace('_', '-')} {value}"
         for name, value in taken.items()
-        if name in names and now[name] == value and not config.resume
+        if name in names and name not in config.given and now[name] == value and not config.resume
     ]
 
 
@@ -168,7 +168,7 @@ def describe_preset(config: Config) -> list[str]:
         f"--{name.replace('_', '-')} {value}"
         for name, value in given.items()
         if value != usual[name] and value == now[name]
-        if name != "preset" and not name.startswith("model.")
+        if name not in config.given and name != "preset" and not name.startswith("model.")
     ]
     return [
         f"the model is that of {folder}; --preset {config.preset} gives"

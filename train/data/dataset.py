@@ -313,7 +313,7 @@ def _check_length(token_count: int, sequence_length: int, source: str) -> None:
     if token_count < needed:
         raise ValueError(
             f"sequence_length={sequence_length}: one sequence needs {needed} tokens and {source} "
-            f"has {token_count}; give more text or set sequence_length to at most "
+            f"has {token_count}; give more text, or --sequence-length with at most "
             f"{token_count - 1}"
         )
 

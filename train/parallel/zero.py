@@ -137,9 +137,7 @@ def summed_gradients(model: ModelFunctions, gradients: Params) -> Params:
 def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> list[str]:
     """Describes what fsdp shards or replicates, in lines to print; none without one."""
     if config.zero and not model.zero:
-        return [
-            f"zero={config.zero}: nothing is sharded, as mesh.fsdp=1; give --mesh.fsdp more devices"
-        ]
+        return [nothing_sharded(config)]
     where = " × ".join(f"{axis}={sizes.by_axis[axis]}" for axis in shard_axes_of(sizes))
     if not model.zero:
         return [] if sizes.weight_shards == 1 else [_replicated(config, where)]
@@ -167,6 +165,14 @@ def describe_zero(config: Config, model: ModelFunctions, sizes: MeshSizes) -> li
             f" matrices, which stay whole: {', '.join([*whole][:3])}{', ...' * (len(whole) > 3)}"
         )
     return lines
+
+
+def nothing_sharded(config: Config) -> str:
+    """Says that a level of ZeRO does nothing, as one device has all sequences of a replica."""
+    return (
+        f"zero={config.zero}: nothing is sharded, as mesh.fsdp=1; give --mesh.fsdp more devices, or"
+        " leave out --zero"
+    )
 
 
 def _replicated(config: Config, where: str) -> str:

@@ -1,6 +1,6 @@
 """The configurations that a number of GPUs may run, those that fit, and why the others do not.
 
-Flags that differ from the preset's are kept. Everything else that changes no number of the model
+What somebody set is kept, whatever its value. Everything else that changes no number of the model
 is free: the mesh, the ZeRO level, what is recomputed, the loop over layers, and microbatches. The
 batch is one for all configurations, so that their speeds compare.
 """
@@ -20,10 +20,10 @@ from models.blocks.rematerialization import Remat
 from models.parameters.adapters import Training
 from train.config.checks import check
 from train.config.config import Config, MeshConfig, MeshSizes, Zero
-from train.config.presets import PRESETS
 from train.memory.device_memory import usable
 from train.parallel.mesh import mesh_sizes
 from train.parallel.weight_gather import where_gathered
+from train.parallel.zero import nothing_sharded
 from train.plan.memory_estimate import MemoryEstimate, predict_memory
 from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.step_time import NETWORK_BYTES, Prediction, predict
@@ -193,6 +193,8 @@ def unfit_mesh(config: Config, devices: int) -> str:
         check_sharded(dataclasses.replace(config, model=padded, batch_size=batch), sizes)
     except ValueError as error:
         return str(error)
+    if config.zero and sizes.weight_shards == 1:
+        return nothing_sharded(config)
     if sizes.devices == devices:
         return (
             f"mesh.tensor={sizes.tensor}: expected a divisor of the {GPUS_OF_A_NODE} GPUs of a"
@@ -206,12 +208,12 @@ def unfit_mesh(config: Config, devices: int) -> str:
 
 
 def is_free(config: Config, name: str) -> bool:
-    """Whether a plan chooses the value of a field: it is the preset's."""
-    return getattr(config, name) == getattr(PRESETS[config.preset](), name)
+    """Whether a plan chooses the value of a field, by dotted name: nobody set it."""
+    return name not in config.given
 
 
 def planned_batch_size(config: Config, devices: int) -> int:
-    """Sequences per step: what was asked for, or the preset's rounded up to a multiple of
+    """Sequences per step: as many as were asked for, or the preset's rounded up to a multiple of
     `devices`."""
     if not is_free(config, "batch_size"):
         return config.batch_size
@@ -223,10 +225,12 @@ def meshes(config: Config, devices: int) -> Iterator[MeshSizes]:
     asked = config.mesh
     most = devices if config.distributed.tensor_across_processes else GPUS_OF_A_NODE
     parts = config.sequence_length // _LEAST_TOKENS_OF_CONTEXT
+    # A context axis of 1 is the default, so it is kept only where somebody set it.
+    is_any = asked.context <= 1 and is_free(config, "mesh.context")
     for tensor in _divisors(devices, asked.tensor):
         if tensor > most or (tensor < GPUS_OF_A_NODE < devices and GPUS_OF_A_NODE % tensor):
             continue
-        for context in _divisors(devices // tensor, asked.context if asked.context > 1 else 0):
+        for context in _divisors(devices // tensor, 0 if is_any else asked.context):
             if context > max(parts, asked.context, 1):
                 continue
             for fsdp in _divisors(devices // (tensor * context), asked.fsdp):
@@ -241,7 +245,8 @@ def _divisors(number: int, only: int) -> list[int]:
 
 
 def shardings(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:
-    """ZeRO levels that shard something, and placements of experts."""
+    """ZeRO levels that shard something, or that were asked for with this fsdp axis, and placements
+    of experts."""
     levels: Iterable[int] = get_args(Zero) if is_free(config, "zero") else (config.zero,)
     placements: Iterable[str] = (config.expert_axes,)
     if config.model.num_experts is not None and is_free(config, "expert_axes"):
@@ -252,7 +257,8 @@ def shardings(config: Config, sizes: MeshSizes) -> Iterator[dict[str, Any]]:
         for zero in levels:
             if zero and sizes.weight_shards == 1:
                 continue
-            if not zero and sizes.fsdp > 1 and axes == "tensor":
+            is_asked = config.mesh.fsdp == sizes.fsdp and not is_free(config, "zero")
+            if not zero and sizes.fsdp > 1 and axes == "tensor" and not is_asked:
                 continue  # The same as more replicas.
             yield {"zero": zero, "expert_axes": axes}
 

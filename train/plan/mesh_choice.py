@@ -116,7 +116,8 @@ def describe_faster_mesh(
     if unpredicted_reason(config, device_kind) is not None:
         return []
     chosen = _seconds(config, sizes, device_kind, attention)
-    free = dataclasses.replace(config, mesh=MeshConfig())
+    given = frozenset(name for name in config.given if not name.startswith("mesh."))
+    free = dataclasses.replace(config, mesh=MeshConfig(), given=given)
     found: list[tuple[float, MeshSizes, dict[str, Any]]] = []
     for other in meshes(free, sizes.devices):
         for changes in shardings(free, other):

@@ -30,6 +30,7 @@ from train.plan.candidates import (
     unfit_mesh,
 )
 from train.plan.rates import RATES
+from train.plan.rings import GPUS_OF_A_NODE
 from train.plan.run import attention_decision
 from train.plan.step_time import BY_PART, milliseconds, unpredicted_reason
 from train.plan.traced_rows import TOO_LOW_WITH_EXPERTS, is_near, trace_first
@@ -59,7 +60,7 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
       ValueError: if nothing is known of the machine, or a run would refuse what is asked for on
         every mesh.
     """
-    _check_names_a_model(config, arguments)
+    _check_names_a_model(config)
     check_trained(config)
     machine, attention = machine_of(config)
     if reason := unpredicted_reason(config, machine.device_kind):
@@ -95,12 +96,11 @@ def print_plan(config: Config, arguments: Sequence[str], console: Console) -> bo
     return bool(best)
 
 
-def _check_names_a_model(config: Config, arguments: Sequence[str]) -> None:
-    """Raises ValueError if no argument says which model the plan is for."""
+def _check_names_a_model(config: Config) -> None:
+    """Raises ValueError if nobody said which model the plan is for."""
     if config.preset != DEFAULT_PRESET or model_folder(config) is not None:
         return
-    named = {argument.partition("=")[0] for argument in arguments}
-    if not named & {"--preset", "--config"}:
+    if not config.given & {"preset", "config"}:
         raise ValueError(
             "plan: expected a model; add --preset with a published one, such as --preset llama3-8b,"
             " or --init-from with a Hugging Face folder; --preset debug is the small model that is"
@@ -162,10 +162,11 @@ def _gpu_of(config: Config) -> str:
 
 
 def _in_8_bits(config: Config, machine: Machine) -> Plan:
-    """The plan in 8 bits, where none are asked for and GPUs have them; else an empty one. Beside
-    adapters, the frozen weights are stored so."""
+    """The plan in 8 bits, where nobody said whether to use them and GPUs have them; else an empty
+    one. Beside adapters, the frozen weights are stored so."""
     plan = Plan()
-    if _recipe(config) is not None or RATES[machine.device_kind].fp8_speedup <= 1:
+    is_asked = not all(is_free(config, name) for name in ("fp8", "lora.base_format"))
+    if is_asked or RATES[machine.device_kind].fp8_speedup <= 1:
         return plan
     changes: list[dict[str, Any]] = [{"fp8": "tensorwise"}, {"fp8": "rowwise"}]
     if config.lora.rank is not None:
@@ -255,7 +256,20 @@ def _commands(
         lines.append(
             f"to see the command of another row, add its mesh to this plan; the second's: {mesh}"
         )
-    return lines
+    return [*lines, *_about_nodes(best[0].sizes)]
+
+
+def _about_nodes(sizes: MeshSizes) -> list[str]:
+    """A line that says how the command of a mesh of several nodes is started; none of one node."""
+    nodes = -(-sizes.devices // GPUS_OF_A_NODE)
+    if nodes == 1:
+        return []
+    return [
+        f"{sizes.devices} GPUs are {nodes} nodes of {GPUS_OF_A_NODE}, each of which runs the"
+        f" command to train as one process: under Slurm, put srun --nodes {nodes}"
+        f" --ntasks-per-node 1 --gpus-per-node {GPUS_OF_A_NODE} --kill-on-bad-exit=1 before it;"
+        " docs/how_to/several_nodes.md has an example, and other ways"
+    ]
 
 
 def _machine_flags(config: Config) -> list[str]:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from train.config.config import Config
 from train.config.optimizers import OPTIMIZERS
 from train.memory.device_memory import GPUS
-from train.plan.candidates import Machine, planned_batch_size
+from train.plan.candidates import Machine, is_free, planned_batch_size
 from train.plan.traced_rows import fits
 
+#: Fields that a plan chooses for the machine, where nobody set them.
+_CHOSEN = ("zero", "remat", "scan_layers", "gradient_accumulation_steps", "expert_axes")
 #: Shorter sequences than these are not advised.
 _SHORTEST = 1024
 #: Nor are more GPUs than this multiple.
@@ -26,6 +28,7 @@ def ways_to_fit(config: Config, machine: Machine) -> tuple[list[str], list[str]]
       machine: the GPUs, on which nothing fits.
     """
     ways = (
+        *(_left_out(config, machine, name) for name in _CHOSEN if not is_free(config, name)),
         _fewer_moments(config, machine),
         _smaller_batches(config, machine),
         _shorter_sequences(config, machine),
@@ -48,6 +51,11 @@ def ways_to_fit(config: Config, machine: Machine) -> tuple[list[str], list[str]]
 _Ways = Iterator[tuple[str, Config, Machine]]
 
 
+def _left_out(config: Config, machine: Machine, name: str) -> _Ways:
+    changed = dataclasses.replace(config, given=config.given - {name})
+    yield f"--{name.replace('_', '-')} left out", changed, machine
+
+
 def _fewer_moments(config: Config, machine: Machine) -> _Ways:
     for kind, optimizer in OPTIMIZERS.items():
         if optimizer.orthogonalizes and kind != config.optimizer.kind:
@@ -59,9 +67,8 @@ def _fewer_moments(config: Config, machine: Machine) -> _Ways:
 def _smaller_batches(config: Config, machine: Machine) -> _Ways:
     size = planned_batch_size(config, machine.devices) // 2
     while size:
-        changed = dataclasses.replace(config, batch_size=size)
-        if planned_batch_size(changed, machine.devices) == size:
-            yield f"--batch-size {size}", changed, machine
+        changed = dataclasses.replace(config, batch_size=size, given=config.given | {"batch_size"})
+        yield f"--batch-size {size}", changed, machine
         size //= 2
 
 

@@ -26,12 +26,19 @@ from train.config.config import SIMULATED_DEVICES, Config, MeshSizes
 from train.config.config_file import as_argument, config_text, fields_of_file, read_config
 from train.config.context import describe_context
 from train.config.counts import counted
-from train.config.defaults import FOLLOWING, describe_defaults, implied, with_values
+from train.config.defaults import (
+    FOLLOWING,
+    describe_defaults,
+    implied,
+    saved_configuration,
+    with_values,
+)
 from train.config.experts import describe_experts
 from train.config.loss_chunks import describe_loss_chunks
 from train.config.model_folder import (
     check_asked_model,
     described_model,
+    is_model_file,
     is_model_of_preset,
     model_name,
     read_object,
@@ -164,6 +171,7 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
         check_asked_model(asked, model)
     if defaults := implied(asked):
         config = read(defaults, model)
+    config = dataclasses.replace(config, given=_given(asked, arguments))
     if config.lora.rank is None:  # What else a checkpoint's adapters had is not asked for either.
         config = dataclasses.replace(config, lora=asked.lora)
     groups = (name.partition(".") for name in _fields_given(arguments))
@@ -213,6 +221,29 @@ def _values_of(names: Sequence[str], config: Config) -> list[str]:
         for name in names
         if name.partition(".")[0] not in ("lora", "freeze") or now[name] != usual[name]
     ]
+
+
+def _given(asked: Config, arguments: Sequence[str]) -> frozenset[str]:
+    """The fields that somebody set, by dotted name: those of arguments, whatever their values; of a
+    file those that change its preset, since --print-config writes all, or that do not follow from
+    other settings; and what a resumed run keeps.
+
+    Args:
+      asked: what arguments and a file ask for, without the defaults that follow from that.
+      arguments: those of the command line.
+    """
+    usual, now, saved = (
+        traverse_util.flatten_dict(dict(values), sep=".")
+        for values in (
+            PRESETS[asked.preset]().to_json(),
+            asked.to_json(),
+            saved_configuration(asked),
+        )
+    )
+    given = _fields_given(arguments) | {name for name in now if now[name] != usual.get(name)}
+    if asked.config is not None and not is_model_file(asked):
+        given |= fields_of_file(asked.config) & {*FOLLOWING}
+    return frozenset(given | (saved.keys() & {*FOLLOWING}))
 
 
 def _fields_given(arguments: Sequence[str]) -> set[str]:

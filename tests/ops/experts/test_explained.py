@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from collective_matmul import expert_mlp, explain, record_decisions
@@ -40,6 +41,25 @@ def test_each_pass_and_each_grouped_matmul_has_a_line(make_mesh: MeshFactory) ->
     assert any(re.search(r"float32 \[24, 8\]ᵀ float32 \[24, 12\] in 3 groups", x) for x in lines)
     assert not any(re.search(r"\bNone\b", line) for line in lines)
     assert not any(line.startswith("0×") for line in lines)
+
+
+def test_totals_keep_grouped_matmuls_apart_from_what_is_hidden() -> None:
+    """XLA's take many times as long, which is no gain of overlap."""
+    sizes: Any = {"tokens": 4096, "width": 2048, "hidden": 768, "local_experts": 16}
+    case = Case({"expert": 2}, None, None, dtype="bfloat16", **sizes)
+    mesh: Any = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,), abstract_device=H200)
+    explained = explain(case.program(mesh), peer_kernels=False)(case.arrays())
+    gains = {
+        what: float(gain)
+        for what, gain in re.findall(
+            r"^\d+ runs of ([\w ]+); of .* \(([\d.]+)×\)$", explained.table(1000), re.MULTILINE
+        )
+    }
+    grouped = "grouped_matmul and grouped_weight_gradient"
+    assert gains.keys() == {"collective matmuls", grouped}
+    assert gains["collective matmuls"] < 2 < gains[grouped]
+    assert "which multiplies all rows by the matrices of all groups (" in str(explained.table(1000))
+    assert explained.table(1000).count("they communicate for") == 1
 
 
 def test_on_a_cpu_the_reference_is_used_and_the_reason_says_why(make_mesh: MeshFactory) -> None:

@@ -69,6 +69,42 @@ def test_a_fine_tuned_model_is_exported_and_a_run_is_resumed(capsys, tmp_path):
     assert trained.stop_tokens == original.stop_tokens == (257, 259)
 
 
+@pytest.mark.parametrize("known", [None, 256])
+def test_an_export_has_the_length_that_its_run_was_trained_with(known, tmp_path):
+    """Unless the model has a context. Fine-tuning takes the length from there."""
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    flags = [
+        *RUN,
+        "--steps",
+        "1",
+        "--mesh.tensor",
+        "1",
+        "--mesh.data",
+        "1",
+        "--checkpoint-dir",
+        run,
+    ]
+    main([*flags, "--model.num-layers", "1", "--model.context-length", str(known)])
+    models_main(["export", run, out])
+    context = known or 16
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == (
+        context
+    )
+    assert parse(["--init-from", out]).sequence_length == context
+
+
+def test_a_folder_that_says_nothing_of_its_context_is_exported_as_it_came(tmp_path):
+    """A run with short sequences does not say how long those were that it was trained with."""
+    folder, out = shutil.copytree(DATA / "mistral", tmp_path / "in"), tmp_path / "out"
+    values = json.loads((folder / "config.json").read_text())
+    del values["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(values))
+    run = ["--checkpoint-dir", str(tmp_path / "run"), "--mesh.tensor", "1", "--mesh.data", "1"]
+    main([*RUN, "--init-from", str(folder), "--steps", "1", *run])
+    models_main(["export", str(tmp_path / "run"), str(out)])
+    assert "max_position_embeddings" not in json.loads((out / "config.json").read_text())
+
+
 @pytest.mark.exhaustive
 def test_a_model_with_experts_is_fine_tuned_alike_on_meshes_and_exported(tmp_path):
     of_meshes = []

@@ -223,6 +223,20 @@ def test_a_preset_beside_a_folder_says_what_it_gives(batch: str):
         assert describe_preset(with_model_of(parsed(one))) == []
 
 
+def test_what_a_file_or_a_flag_sets_is_no_default(tmp_path: Path):
+    """Whatever its value is."""
+    folder, file = f"--init-from {shlex.quote(str(DATA / 'qwen3'))}", tmp_path / "run.json"
+    length = parsed(folder).sequence_length
+    taken = f"default for fine-tuning: --sequence-length {length}"
+    for value, is_default in ((length, False), (None, True)):
+        file.write_text(json.dumps({"sequence_length": value}))
+        config = parsed(f"{folder} --config {file}")
+        assert config.sequence_length == length
+        assert (taken in describe_defaults(with_model_of(config))) == is_default
+    asked = with_model_of(parsed(f"{folder} --preset llama3-8b --steps 1000"))
+    assert "--preset llama3-8b gives --batch-size 8, " in describe_preset(asked)[0]
+
+
 def test_fine_tuning_defaults_are_printed_and_a_high_rate_is_questioned():
     folder = f"--init-from {shlex.quote(str(DATA / 'qwen3'))}"
     config = with_model_of(parsed(f"{folder} --steps 400"))
@@ -234,6 +248,9 @@ def test_fine_tuning_defaults_are_printed_and_a_high_rate_is_questioned():
     assert describe_defaults(high)[:2] == [warmup, length]
     (warning,) = describe_defaults(high)[2:]
     assert re.match(r"warning: optimizer.learning_rate=0.04 is \d+ times what is usual", warning)
+    # A flag with the value of the default is no default.
+    given = f"--sequence-length {config.sequence_length} --optimizer.warmup_steps=20"
+    assert describe_defaults(with_model_of(parsed(f"{folder} --steps 400 {given}"))) == [rate]
     for name, make in PRESETS.items():
         assert describe_defaults(make()) == [], name
     high = parsed("--preset llama3-8b --optimizer.learning-rate 4e-3")

@@ -343,7 +343,8 @@ def test_half_a_surrogate_pair_in_json_is_refused(tmp_path: Path):
 
 def test_a_text_shorter_than_one_sequence_is_refused(counting_file: Path):
     with pytest.raises(
-        ValueError, match=r"sequence_length=129: .* 130 tokens .* has 129; .* at most 128"
+        ValueError,
+        match=r"sequence_length=129: .* 130 tokens .* has 129; .*--sequence-length .* at most 128",
     ):
         open_text(counting_file, sequence_length=129)
 

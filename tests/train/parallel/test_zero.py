@@ -248,7 +248,10 @@ def test_zero_without_shards_is_reported():
     sizes = MeshSizes(tensor=8)
     config = dataclasses.replace(TINY, zero=2)
     (line,) = describe_zero(config, ModelFunctions(config, sizes), sizes)
-    assert line == "zero=2: nothing is sharded, as mesh.fsdp=1; give --mesh.fsdp more devices"
+    assert line == (
+        "zero=2: nothing is sharded, as mesh.fsdp=1; give --mesh.fsdp more devices, or leave out"
+        " --zero"
+    )
 
 
 @pytest.mark.parametrize("scan_layers", [0, 1])

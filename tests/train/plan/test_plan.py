@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 import shlex
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +42,7 @@ from train.plan.traced_rows import TOO_HIGH, TOO_HIGH_IF_UNSURE
 from train.run import command_line
 from train.run.command_line import main, parse
 
+ROOT = Path(__file__).parents[3]
 H100, H200 = (GPUS[name].device.device_kind for name in ("H100", "H200"))
 TENSOR, FSDP = MeshSizes(tensor=2), MeshSizes(fsdp=2)
 
@@ -48,7 +51,7 @@ def config(preset: str = "llama3-8b", layers: int | None = None, **changes) -> C
     default = PRESETS[preset]()
     layers = layers or default.model.num_layers
     model = dataclasses.replace(default.model, num_layers=layers)
-    return dataclasses.replace(default, model=model, **changes)
+    return dataclasses.replace(default, model=model, given=frozenset(changes), **changes)
 
 
 def plan_of(preset: str, devices: int, layers: int | None = None, **changes) -> Plan:
@@ -303,7 +306,72 @@ def test_no_advice_makes_the_largest_model_fit_on_a_gpu(capsys) -> None:
     assert before.endswith("; --devices 32")
 
 
-def test_flags_that_differ_from_the_preset_are_kept() -> None:
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("--zero 0", "zero", 0),
+        ("--remat none", "remat", "none"),
+        ("--scan-layers=0", "scan_layers", 0),
+        ("--gradient_accumulation_steps 1", "gradient_accumulation_steps", 1),
+        ("--batch-size 8", "batch_size", 8),
+        ("--mesh.context 1 --sequence-length 65536", "sequence_length", 65536),
+    ],
+)
+def test_a_flag_is_kept_where_its_value_is_the_preset_s(flag: str, name: str, value: Any) -> None:
+    """The plan of four layers for 16 GPUs would choose each of these itself, and does so without
+    the flag."""
+    preset = "--preset llama3-8b --model.num-layers 4"
+    machine = Machine(16, H100, GPUS["H100"].memory)
+
+    def found(flags: str) -> set[Any]:
+        fitting = make_plan(parse(shlex.split(f"{preset} {flags}")), machine).fitting
+        if "mesh" in flag:
+            return {each.sizes.context for each in fitting}
+        return {getattr(each.config, name) for each in fitting}
+
+    kept = 1 if "mesh" in flag else value
+    assert found(flag) == {kept}
+    assert found(flag.partition("--mesh.context 1")[2]) != {kept}
+
+
+def test_a_level_that_follows_from_the_mesh_is_the_plan_s_to_choose(tmp_path: Path) -> None:
+    """A row's mesh, added to its plan, leaves the level of the row possible."""
+
+    def levels(flags: str) -> set[int]:
+        asked = parse(shlex.split(f"--preset llama3-8b --model.num-layers 4 {flags}"))
+        return {each.config.zero for each in make_plan(asked, Machine(8, H100, 10**12)).fitting}
+
+    assert levels("--mesh.fsdp 8") == {1, 2, 3}
+    for level in range(4):
+        assert levels(f"--mesh.fsdp 8 --zero {level}") == {level}
+    # A file as --print-config writes it has the values of a preset too.
+    file = tmp_path / "run.json"
+    for values, expected in (({"zero": None}, {1, 2, 3}), ({"zero": 2}, {2})):
+        file.write_text(json.dumps({"preset": "llama3-8b", "remat": "none", **values}))
+        asked = parse(["--config", str(file), "--mesh.fsdp", "8", "--model.num-layers", "4"])
+        fitting = make_plan(asked, Machine(8, H100, 10**12)).fitting
+        assert {each.config.zero for each in fitting} == expected
+        assert len({each.config.remat for each in fitting}) > 1
+
+
+def test_a_plan_without_8_bits_has_no_rows_in_8_bits(capsys) -> None:
+    plan = shlex.split("--plan --preset llama3-8b --model.num-layers 4 --device H100 --devices 2")
+    main([*plan, "--fp8", "None"])
+    assert "tensorwise" not in capsys.readouterr().out
+    main(plan)
+    assert "tensorwise" in capsys.readouterr().out
+
+
+def test_where_a_flag_is_in_the_way_a_plan_says_so(capsys) -> None:
+    plan = shlex.split("--plan --preset llama3-8b --device H100 --devices 8 --mesh.tensor 1")
+    with pytest.raises(SystemExit, match=r"^1$"):
+        main([*plan, "--zero", "0"])
+    assert "nothing fits; each of these would: --zero left out; " in capsys.readouterr().out
+    main(plan)
+    assert "nothing fits" not in capsys.readouterr().out
+
+
+def test_several_flags_are_kept_together() -> None:
     plan = plan_of("llama3-8b", 8, zero=3, remat="full", batch_size=16)
     assert plan.candidates
     for candidate in plan.candidates:
@@ -362,6 +430,21 @@ def test_the_command_of_the_best_can_be_run(capsys) -> None:
 
 
 EIGHT = shlex.split("--preset llama3-8b --model.num-layers 4 --device H100 --devices 8")
+
+
+@pytest.mark.parametrize(("devices", "nodes"), [(8, None), (12, 2), (32, 4)])
+def test_a_plan_for_several_nodes_says_how_they_are_started(devices, nodes, capsys) -> None:
+    model = shlex.split("--preset llama3-8b --model.num-layers 4 --batch-size 96")
+    main(["--plan", *model, "--device", "H100", "--devices", str(devices)])
+    output = capsys.readouterr().out
+    assert ("srun" in output) == (nodes is not None)
+    if nodes is not None:
+        command = f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node 8"
+        assert f"{devices} GPUs are {nodes} nodes of 8, each of which runs" in output
+        assert command in output
+        # As the page has it, for another number of nodes.
+        page = (ROOT / "docs/how_to/several_nodes.md").read_text(encoding="utf-8")
+        assert command.replace(f"--nodes {nodes}", "--nodes 16") in page
 
 
 def test_its_commands_run_the_first_and_check_it_here(capsys) -> None:
@@ -585,6 +668,12 @@ def test_every_gpu_of_a_dry_run_has_rates() -> None:
         (8, "--mesh.data 3 --mesh.tensor 2", "mesh.tensor=2 has 6 of 8 devices; expected a mesh"),
         (8, "--mesh.data -1", "mesh.data=-1: expected a number of devices, or 0 for what fits;"),
         (8, "--mesh.fsdp 8 --batch-size 6", "batch_size=6 is not divisible by mesh.data=1 ×"),
+        (8, "--zero 3 --mesh.tensor 8", "zero=3: nothing is sharded, as mesh.fsdp=1; give --mesh."),
+        (
+            8,
+            "--zero 1 --mesh.fsdp 1",
+            "zero=1: nothing is sharded, as mesh.fsdp=1; give --mesh.",
+        ),
         (8, "--overlap nosuch", "overlap='nosuch': expected auto, rewrite, rewrite-jit, or one"),
     ],
 )

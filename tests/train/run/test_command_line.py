@@ -326,7 +326,9 @@ def test_activations_of_a_dry_run_shrink_with_remat(capsys):
          "weight_gather='matmuls': with mesh.context=2, weights are sharded over two axes"),
         ("--mesh.context 8", "mesh.data=2 × mesh.fsdp=1 × mesh.context=8 × mesh.tensor=2 needs 32"),
         ("--loss-chunk 1", "loss_chunk=1: expected at least mesh.tensor=2, a token for each"),
-        ("--sequence-length 17", "sequence_length=17 is not divisible by mesh.tensor=2; nearest"),
+        ("--sequence-length 17",
+         "sequence_length=17 is not divisible by mesh.tensor=2; nearest that works:"
+         " --sequence-length 18"),
         ("--batch-size 3", "batch_size=3 is not divisible by mesh.data=2 × mesh.fsdp=1 ×"),
         ("--model.vocabulary-size 128", "model.vocabulary_size=128: expected at least 256, since"
          " without tokenizer each byte of the text is a token; give --model.vocabulary-size 256 or"

@@ -24,7 +24,10 @@ from collective_matmul.transport import Transport
 GroupedOp = Literal["grouped_matmul", "grouped_weight_gradient"]
 
 #: The backends of grouped matmuls; `collective_matmul.ops.experts.grouped.backends` fills it.
-GROUPED_BACKENDS = Registry(argument="grouped_implementation")
+GROUPED_BACKENDS = Registry(
+    argument="grouped_implementation",
+    reference_differs="multiplies all rows by the matrices of all groups",
+)
 
 
 @dataclass(frozen=True)
