@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import shlex
 import sys
@@ -76,15 +77,19 @@ class Export:
     devices: Devices = field(default_factory=Devices)
 
 
+#: Values of a flag that takes several, and may itself be given several times.
+_Repeatable = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+
+
 @dataclass(frozen=True)
 class Generate:
     """Answer prompts with a model in a Hugging Face folder."""
 
     source: Annotated[str, tyro.conf.Positional]
     """Folder with config.json, safetensors files and tokenizer.json."""
-    prompt: tuple[str, ...]
+    prompt: _Repeatable = ()
     """One or several prompts. The answer to one is printed as it comes."""
-    adapter: tuple[str, ...] = ()
+    adapter: _Repeatable = ()
     """Folders of low-rank adapters, as PEFT saves them, each FOLDER or NAME=FOLDER. They are not
     merged. With several, each answers under its name."""
     chat: bool = False
@@ -273,6 +278,11 @@ def _print_next_steps(folder: str, base: str | None = None, *, chat: bool) -> No
     print(f"to load in PyTorch: {load}")
 
 
+def _in_one(given: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The values of a flag that was given several times, in their order."""
+    return tuple(itertools.chain(*given))
+
+
 def run_generate(command: Generate) -> None:
     """Reads a folder and answers prompts."""
     from models.generation import Generator, Sampling
@@ -281,6 +291,9 @@ def run_generate(command: Generate) -> None:
     from models.hugging_face import ModelFolder, load
     from models.hugging_face.chat.template import read_variables
 
+    prompts = _in_one(command.prompt)
+    if not prompts:
+        raise ValueError("prompt: expected at least one; give --prompt TEXT, or several")
     chat_variables = read_variables(command.chat_template_kwargs)
     if chat_variables and not command.chat:
         raise ValueError(
@@ -294,7 +307,7 @@ def run_generate(command: Generate) -> None:
     folder.tokenizer()
     _ = folder.stop_tokens
     names = command.implementation and tuple(command.implementation.split(","))
-    adapters = _named_adapters(command.adapter, folder.config)
+    adapters = _named_adapters(_in_one(command.adapter), folder.config)
     generator = Generator(
         folder.config,
         mesh=_mesh(folder.config, command.devices, command.devices.context),
@@ -310,7 +323,7 @@ def run_generate(command: Generate) -> None:
             generator,
             params if adapter is None else params | generator.adapter_params(adapter),
             folder,
-            command.prompt,
+            prompts,
             sys.stdout,
             chat=command.chat,
             chat_variables=chat_variables,

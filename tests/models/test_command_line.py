@@ -39,8 +39,10 @@ def test_one_answer_is_printed_as_it_comes_and_several_when_they_are_there(
     options = ["--dtype", "float32", "--max-new-tokens", "6", "--devices.tensor", "2"]
     commands(["generate", str(folder.path), "--prompt", "Hello", *options])
     one = capsys.readouterr().out
-    commands(["generate", str(folder.path), "--prompt", "Hello", "World!", *options])
-    several = capsys.readouterr().out.split("\n\n")
+    prompts = ["--prompt", "Hello", "World!", "--prompt", "Hello"]
+    commands(["generate", str(folder.path), *prompts, *options])
+    several = capsys.readouterr().out.rstrip("\n").split("\n\n")
+    assert len(several) == 3 and several[2] == several[0]
     assert several[0] == f"Hello{one.removesuffix(chr(10))}"
     assert several[1].startswith("World!")
     commands(
@@ -164,6 +166,7 @@ def test_words_of_sentence_piece_keep_their_space_and_bytes_are_printed_once(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        ([], "prompt: expected at least one; give --prompt TEXT, or several"),
         (["--prompt", "x" * 200], "prompts: number 0 has 201 tokens, and the model's context is"),
         (["--prompt", "x", "--top-p", "2"], "top_p=2.0: expected more than 0 and at most 1"),
         (["--prompt", "x", "--devices.tensor", "3"], "num_heads=4 is not divisible by a tensor"),
