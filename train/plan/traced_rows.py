@@ -49,12 +49,18 @@ def trace_first(plan: Plan, machine: Machine) -> None:
             _leave_out(traced, plan, machine)
 
 
-def fits(config: Config, machine: Machine) -> bool:
+def fits(config: Config, machine: Machine, way: str) -> bool:
     """Whether something of a plan fits, so that it has rows: by the estimate, or by a trace if that
-    is near the limit. The arguments are those of `make_plan`."""
+    is near the limit.
+
+    Args:
+      config: as of `make_plan`.
+      machine: likewise.
+      way: what is tried, in flags, for a line to who waits.
+    """
     plan = make_plan(config, machine)
     least = min(plan.fitting, key=lambda each: each.bytes, default=plan.smallest)
-    return least is not None and _traced_if_near(least, machine).bytes <= machine.limit
+    return least is not None and _traced_if_near(least, machine, way).bytes <= machine.limit
 
 
 def _leave_out(traced: Candidate, plan: Plan, machine: Machine) -> None:
@@ -87,13 +93,17 @@ def _too_large(traced: Candidate, machine: Machine) -> str:
     return f"{which}: takes {traced.bytes / 1e9:,.1f} GB by a trace, and {limit} may be used"
 
 
-def _traced_if_near(candidate: Candidate, machine: Machine) -> Candidate:
-    """A configuration with its traced bytes, if it has none and its estimate is near the limit."""
+def _traced_if_near(candidate: Candidate, machine: Machine, way: str | None = None) -> Candidate:
+    """A configuration with its traced bytes, if it has none and its estimate is near the limit.
+
+    `way` says which flags are tried, if these are not what was asked for.
+    """
     if not is_near(candidate, machine):
         return candidate
     config, sizes = candidate.config, candidate.sizes
     mesh = make_abstract_mesh(sizes, machine.abstract_device)
     layers = counted(config.model.num_layers, "layer")
-    with tracing(f"{layers} of {sizes}, whose estimate is near the limit"):
+    which = describe(config, sizes) if way is None else f"{sizes} with {way}"
+    with tracing(f"{layers} of {which}, whose estimate is near the limit"):
         memory = memory_of(config, mesh, local_devices=GPUS_OF_A_NODE)
     return dataclasses.replace(candidate, traced_bytes=memory.total)

@@ -40,7 +40,7 @@ def ways_to_fit(config: Config, machine: Machine) -> tuple[list[str], list[str]]
     for way in ways:
         last = None
         for last, changed, gpus in way:
-            if fits(changed, gpus):
+            if fits(changed, gpus, last):
                 found.append(last)
                 break
         else:

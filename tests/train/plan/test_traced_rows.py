@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Callable
@@ -108,9 +109,19 @@ def test_the_only_row_that_does_not_fit_by_a_trace_is_the_example_of_its_reason(
 
 @pytest.mark.parametrize(("share_of_limit", "devices"), [(1.0, 4), (1.01, 8)])
 def test_what_is_advised_fits_by_a_trace(
-    share_of_limit: float, devices: int, tracing: Callable[..., list[Any]]
+    share_of_limit: float,
+    devices: int,
+    tracing: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the next number of GPUs, whose estimate is far below the limit."""
+    announced: list[str] = []
+
+    def announce(what: str) -> contextlib.nullcontext[None]:
+        announced.append(what)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(traced_rows, "tracing", announce)
     asked = config("llama3-8b", 8)
     of_4, of_8 = (
         min(each.bytes for each in make_plan(asked, Machine(n, H100, 10**12)).fitting)
@@ -121,7 +132,8 @@ def test_what_is_advised_fits_by_a_trace(
     seen = tracing(*[share_of_limit * machine.limit] * 20)
     found, _ = what_fits.ways_to_fit(asked, machine)
     assert [way for way in found if "devices" in way] == [f"--devices {devices}"]
-    assert seen
+    assert len(seen) == len(announced) == len({*announced})
+    assert any("with --devices 4, whose" in what for what in announced)
 
 
 def test_rows_of_the_same_mesh_leave_with_what_does_not_fit(
