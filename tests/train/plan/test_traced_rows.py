@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.plan.test_plan import H100, config
+from tests.train.plan.plans import H100, config
 from train.memory.device_memory import GPUS, MARGIN
 from train.plan import traced_rows, what_fits
 from train.plan.candidates import Candidate, Machine, Plan, make_plan
