@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from tyro.conf import Fixed
+from tyro.conf import Fixed, Positional
 
 from models import command_line
 from train.config.config import Config
@@ -61,7 +61,7 @@ def flags_of(config: type, prefix: str = "") -> Iterator[Flag]:
         if dataclasses.is_dataclass(kind):
             nested.append((kind, f"{name}."))
         elif Fixed not in typing.get_args(kind):
-            is_positional = typing.get_origin(kind) is typing.Annotated
+            is_positional = Positional in typing.get_args(kind)
             shown = field.name.upper() if is_positional else f"--{name}"
             yield Flag(shown, _values(kind), _default(field), meanings.get(field.name, ""))
     for kind, name in nested:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -98,6 +98,8 @@ def advice(
 ) -> str:
     """The flags that make a run fit which does not, those that cost least time first.
 
+    Meshes of as many devices are tried before larger ones, whose number of devices is named.
+
     Args:
       config: the configuration.
       mesh: the mesh.
@@ -108,26 +110,47 @@ def advice(
         runs that are far too large by it, nothing is traced.
     """
     sizes = MeshSizes(**mesh.shape)
-    shards = _shards(config, sizes)
-    for zero, larger in _more_shards(config, sizes):
-        sharded = dataclasses.replace(config, zero=zero)
-        if memory.state * shards / _shards(sharded, larger) > limit:
-            continue
-        abstract = make_abstract_mesh(larger, mesh.abstract_device)
-        for changed, flags in _cheaper(sharded, larger.data * larger.fsdp):
-            if estimate is not None and estimate(changed, larger) > _FAR * limit:
+    shards, most = _shards(config, sizes), _longest_tensor_axis(config, sizes, local_devices)
+    tried: list[tuple[int, Config, MeshSizes]] = [(memory.total, config, sizes)]
+
+    def fitting(ways: Iterable[tuple[Zero, MeshSizes]]) -> str | None:
+        for zero, larger in ways:
+            sharded = dataclasses.replace(config, zero=zero)
+            if memory.state * shards / _shards(sharded, larger) > limit:
                 continue
+            for changed in _cheaper(sharded, larger.data * larger.fsdp):
+                if found := traced(changed, larger):
+                    return found
+        return None
+
+    def traced(changed: Config, larger: MeshSizes) -> str | None:
+        if estimate is not None and estimate(changed, larger) > _FAR * limit:
+            return None
+        if (changed, larger) == (config, sizes):
+            total = memory.total
+        else:
+            abstract = make_abstract_mesh(larger, mesh.abstract_device)
             total = memory_of(changed, abstract, local_devices=local_devices).total
-            if total <= limit:
-                flags = [*_mesh_flags(config, zero, sizes, larger), *flags]
-                how = f"with {' '.join(flags)}, and then" if flags else "as it is, and"
-                return f"it fits {how} takes {total:,} bytes"
+        if total <= limit:
+            return _it_fits(config, changed, sizes, larger, total)
+        tried.append((total, changed, larger))
+        return None
+
+    told = fitting(_of_as_many_devices(config, sizes, most))
+    _, least, its_mesh = min(tried, key=lambda each: each[0])
+    if told is None and _sums_in_float32(least, its_mesh):
+        told = traced(dataclasses.replace(least, gradient_dtype="bfloat16"), its_mesh)
+    told = told or fitting(_of_more_devices(config, sizes, most))
+    if told is not None:
+        return told
     if memory.state > limit:
         return _advice_about_state(config, sizes, memory, limit)
-    more = f"more --mesh.tensor than {4 * sizes.tensor}"
+    ways = ["a shorter --sequence-length"]
     if config.overlap not in ("rewrite", "rewrite-jit"):
-        more += f", with more --mesh.context than {8 * sizes.context}"
-    return f"it fits with {more}, or with a shorter --sequence-length"
+        ways.insert(0, f"more --mesh.context than {8 * sizes.context}")
+    if most >= 4 * sizes.tensor:
+        ways.insert(0, f"more --mesh.tensor than {4 * sizes.tensor}")
+    return f"it fits with {', or with '.join(ways)}"
 
 
 def _advice_about_state(config: Config, sizes: MeshSizes, memory: Memory, limit: int) -> str:
@@ -152,17 +175,43 @@ def _shards(config: Config, sizes: MeshSizes) -> int:
     return sizes.tensor * (sizes.weight_shards if config.zero else 1)
 
 
-def _more_shards(config: Config, sizes: MeshSizes) -> Iterator[tuple[Zero, MeshSizes]]:
-    """ZeRO levels and meshes over which ever more is sharded: first those of as many devices."""
+def _longest_tensor_axis(config: Config, sizes: MeshSizes, local_devices: int | None) -> int:
+    """The most devices of a tensor axis that is advised: those of a process, unless the run's own
+    axis spans several, or may."""
+    four_times = 4 * sizes.tensor
+    if local_devices is None or config.distributed.tensor_across_processes:
+        return four_times
+    return min(four_times, max(local_devices, sizes.tensor))
+
+
+def _sums_in_float32(config: Config, sizes: MeshSizes) -> bool:
+    """Whether gradients are summed over devices in float32, and may be in bfloat16."""
+    dtypes = config.compute_dtype, config.gradient_dtype
+    return sizes.data * sizes.fsdp > 1 and dtypes == ("bfloat16", "float32")
+
+
+def _of_as_many_devices(
+    config: Config, sizes: MeshSizes, most: int
+) -> Iterator[tuple[Zero, MeshSizes]]:
     yield config.zero, sizes
-    groups = MeshSizes(1, sizes.data * sizes.fsdp, sizes.tensor, sizes.context)
+    groups = _in_one_group(sizes)
     for mesh in dict.fromkeys((sizes, groups)):
         if mesh.weight_shards > 1:
             same = config.zero if mesh == sizes else 0
             yield from ((zero, mesh) for zero in get_args(Zero) if zero > same)
-    for tensor in range(sizes.tensor + 1, 4 * sizes.tensor + 1):
-        if on_tensor_axis(config).fits_tensor_axis(tensor):
-            yield config.zero, sizes._replace(tensor=tensor)
+    for tensor in _longer_tensor_axes(config, sizes, most):
+        fsdp, left = divmod(groups.fsdp * sizes.tensor, tensor)
+        if left == 0:
+            mesh = groups._replace(fsdp=fsdp, tensor=tensor)
+            yield 3 if mesh.weight_shards > 1 else 0, mesh
+
+
+def _of_more_devices(
+    config: Config, sizes: MeshSizes, most: int
+) -> Iterator[tuple[Zero, MeshSizes]]:
+    for tensor in _longer_tensor_axes(config, sizes, most):
+        yield config.zero, sizes._replace(tensor=tensor)
+    groups = _in_one_group(sizes)
     if config.overlap not in ("rewrite", "rewrite-jit"):
         for factor in (2, 4, 8):
             larger = sizes._replace(context=factor * sizes.context)
@@ -174,29 +223,44 @@ def _more_shards(config: Config, sizes: MeshSizes) -> Iterator[tuple[Zero, MeshS
         fsdp *= 2
 
 
-def _mesh_flags(config: Config, zero: Zero, old: MeshSizes, new: MeshSizes) -> list[str]:
-    """The flags that change a mesh and the ZeRO level."""
+def _in_one_group(sizes: MeshSizes) -> MeshSizes:
+    """The mesh with all replicas on the fsdp axis."""
+    return MeshSizes(1, sizes.data * sizes.fsdp, sizes.tensor, sizes.context)
+
+
+def _longer_tensor_axes(config: Config, sizes: MeshSizes, most: int) -> list[int]:
+    fits = on_tensor_axis(config).fits_tensor_axis
+    return [tensor for tensor in range(sizes.tensor + 1, most + 1) if fits(tensor)]
+
+
+#: The fields that advice changes, beside the mesh.
+_ADVISED = ("zero", "gradient_dtype", "remat", "gradient_accumulation_steps")
+
+
+def _it_fits(config: Config, changed: Config, old: MeshSizes, new: MeshSizes, total: int) -> str:
+    """A sentence with the flags that change a configuration and its mesh."""
     flags = [
         f"--mesh.{name} {size}"
         for name, size in new._asdict().items()
         if size != getattr(old, name)
     ]
-    return flags + [f"--zero {zero}"] * (zero != config.zero)
+    flags += [
+        f"--{name.replace('_', '-')} {getattr(changed, name)}"
+        for name in _ADVISED
+        if getattr(changed, name) != getattr(config, name)
+    ]
+    where = f" on {new.devices} devices" if new.devices > old.devices else ""
+    how = f"with {' '.join(flags)}, and then" if flags else "as it is, and"
+    return f"it fits{where} {how} takes {total:,} bytes"
 
 
-def _cheaper(config: Config, groups: int) -> Iterator[tuple[Config, list[str]]]:
-    """The configuration with ever less saved for the backward, and the flags that make it so."""
+def _cheaper(config: Config, groups: int) -> Iterator[Config]:
+    """The configuration with ever less saved for the backward."""
     levels = get_args(Remat)
     least_rows = config.batch_size // groups  # One sequence at a time on each device.
     for remat in levels[levels.index(config.remat) :]:
         for steps in dict.fromkeys((config.gradient_accumulation_steps, least_rows)):
-            changed = dataclasses.replace(config, remat=remat, gradient_accumulation_steps=steps)
-            flags = []
-            if remat != config.remat:
-                flags.append(f"--remat {remat}")
-            if steps != config.gradient_accumulation_steps:
-                flags.append(f"--gradient-accumulation-steps {steps}")
-            yield changed, flags
+            yield dataclasses.replace(config, remat=remat, gradient_accumulation_steps=steps)
 
 
 def _bytes_per_device(tree: Any) -> int:

@@ -116,13 +116,14 @@ class Plan:
     Attributes:
       fitting: those that fit, the fastest first.
       refused: how many do not, by reason.
-      nearest: for each reason, the bytes of the configuration that needs least, and a sentence.
+      examples: for each reason, the bytes of the two configurations that need least, and a
+        sentence about each.
       smallest: of the configurations that are too large, the one that needs least; None: of none.
     """
 
     fitting: list[Candidate] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
-    nearest: dict[str, tuple[float, str]] = field(default_factory=dict)
+    examples: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
     smallest: Candidate | None = None
 
     @property
@@ -143,8 +144,21 @@ class Plan:
     def refuse(self, reason: str, example: str, needed: float = 0.0) -> None:
         """Counts a configuration that does not fit, or that is not possible and needs no bytes."""
         self.refused[reason] += 1
-        if reason not in self.nearest or needed < self.nearest[reason][0]:
-            self.nearest[reason] = needed, example
+        found = [*self.examples.get(reason, ()), (needed, example)]
+        self.examples[reason] = sorted(found, key=lambda each: each[0])[:2]
+
+    def accept_smallest(self, traced: Candidate) -> None:
+        """Takes the smallest of what is too large for a row, as a trace finds that it fits."""
+        self.fitting, self.smallest = [traced], None
+        for reason, found in list(self.examples.items()):
+            if reason in _TOO_LARGE and found[0][0] == traced.memory.total:
+                self.refused[reason] -= 1
+                del found[0]
+        self.refused += Counter()  # Without reasons of nothing.
+
+    def nearest(self, reason: str) -> str:
+        """A sentence about the configuration that needs least of those with a reason."""
+        return self.examples[reason][0][1]
 
 
 def make_plan(config: Config, machine: Machine) -> Plan:

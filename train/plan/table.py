@@ -306,7 +306,7 @@ def _impossible(config: Config, plan: Plan, machine: Machine) -> str:
     for, or each is refused."""
     if not plan.refused:
         return unfit_mesh(config, machine.devices)
-    return "; ".join(plan.nearest[reason][1] for reason, _ in plan.refused.most_common())
+    return "; ".join(plan.nearest(reason) for reason, _ in plan.refused.most_common())
 
 
 def _about_data(config: Config) -> list[str]:
@@ -342,7 +342,7 @@ def _left_out(config: Config, plan: Plan, machine: Machine) -> list[str]:
         memory,
         f"{tried} {do} not fit, or {are} not possible:",
         *(
-            f"  {count:,} × {reason}, such as {plan.nearest[reason][1]}"
+            f"  {count:,} × {reason}, such as {plan.nearest(reason)}"
             for reason, count in plan.refused.most_common(_REASONS)
         ),
     ]

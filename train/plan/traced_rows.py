@@ -43,6 +43,8 @@ def trace_first(plan: Plan, machine: Machine) -> None:
             return
         if not plan.fitting and traced.bytes > machine.limit:
             plan.smallest = traced
+        elif not plan.fitting:
+            plan.accept_smallest(traced)
         elif traced.bytes <= machine.limit:
             plan.fitting = [traced, *plan.fitting[1:]]
         else:

@@ -29,6 +29,7 @@ def ways_to_fit(config: Config, machine: Machine) -> tuple[list[str], list[str]]
     """
     ways = (
         *(_left_out(config, machine, name) for name in _CHOSEN if not is_free(config, name)),
+        _narrower_gradients(config, machine),
         _fewer_moments(config, machine),
         _smaller_batches(config, machine),
         _shorter_sequences(config, machine),
@@ -54,6 +55,13 @@ _Ways = Iterator[tuple[str, Config, Machine]]
 def _left_out(config: Config, machine: Machine, name: str) -> _Ways:
     changed = dataclasses.replace(config, given=config.given - {name})
     yield f"--{name.replace('_', '-')} left out", changed, machine
+
+
+def _narrower_gradients(config: Config, machine: Machine) -> _Ways:
+    dtypes = config.compute_dtype, config.gradient_dtype
+    if machine.devices > 1 and dtypes == ("bfloat16", "float32"):
+        flags = "--gradient-dtype bfloat16, in which gradients are summed over devices"
+        yield flags, dataclasses.replace(config, gradient_dtype="bfloat16"), machine
 
 
 def _fewer_moments(config: Config, machine: Machine) -> _Ways:

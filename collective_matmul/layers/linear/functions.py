@@ -93,13 +93,9 @@ def column_parallel(
       ValueError: for shapes that do not fit each other or the axis.
     """
     axis_name, contracted = context.axis_name, len(kernel_shapes[0][0])
-    count = x.ndim - contracted
-    leading = context.leading_axes(x, count)
+    leading = context.leading_axes(x, count := x.ndim - contracted)
     shards = context.weight_shards(weight_sharding, leading)
-    for kernel, (inputs, outputs) in zip(kernels, kernel_shapes, strict=True):
-        layer_checks.features("out_features", outputs, axis_name, context.devices)
-        layer_checks.kernel(kernel, (inputs, outputs), len(inputs), context, shards)
-        layer_checks.input_features(x, inputs)
+    _check_columns(context, x, kernels, kernel_shapes, shards)
     gather = layer_checks.leading_dimension("gather_dimension", gather_dimension, count)
     gather = gathered_dimension(context, x, gather, leading)
     adapters = tuple(adapters) or (None,) * len(kernels)
@@ -124,14 +120,28 @@ def column_parallel(
 
     columns = [(axis_name, *[None] * (len(outputs) - 1)) for _, outputs in kernel_shapes]
     x_spec = partition_spec(sharded(leading, gather, axis_name), *[None] * contracted)
-    specs = _column_specs(columns, biases, adapters)
     over = weight_sharding if shards else None
-    ranks = [(contracted, len(outputs)) for _, outputs in kernel_shapes]
-    kernel_specs = tuple(P(*kernel_spec(each, contracted, axis_name, over)) for each in ranks)
-    in_specs = x_spec, kernel_specs, *specs
+    kernel_specs = tuple(
+        _kernel_spec(shape, contracted, axis_name, over) for shape in kernel_shapes
+    )
+    in_specs = x_spec, kernel_specs, *_column_specs(columns, biases, adapters)
     out_specs = tuple(partition_spec(leading, *names) for names in columns)
     operands = x, tuple(kernels), tuple(biases), adapters
     return context.map_shards(on_shards, operands, in_specs, out_specs)
+
+
+def _check_columns(
+    context: ShardingContext,
+    x: jax.Array,
+    kernels: Sequence[jax.Array | Quantized],
+    shapes: Sequence[KernelShape],
+    shards: WeightShards | None,
+) -> None:
+    """Raises ValueError unless x and kernels of column-parallel layers fit each other."""
+    for kernel, (inputs, outputs) in zip(kernels, shapes, strict=True):
+        layer_checks.features("out_features", outputs, context.axis_name, context.devices)
+        layer_checks.kernel(kernel, (inputs, outputs), len(inputs), context, shards)
+        layer_checks.input_features(x, inputs)
 
 
 def own_columns(context: ShardingContext, parameter: Any, dimension: int, copies: int) -> Any:
@@ -158,6 +168,14 @@ def own_columns(context: ShardingContext, parameter: Any, dimension: int, copies
         return jax.lax.dynamic_slice_in_dim(parameter, first, own, dimension)
     parts = parameter.reshape(*before, size // own, own, *after)
     return jnp.repeat(parts, copies, dimension).reshape(*before, size * copies, *after)
+
+
+def _kernel_spec(
+    shape: KernelShape, dimension: int, axis_name: str, weights: WeightSharding | None
+) -> P:
+    """The spec of a kernel, of which the axis shards a dimension: see `kernel_spec`."""
+    inputs, outputs = shape
+    return P(*kernel_spec((len(inputs), len(outputs)), dimension, axis_name, weights))
 
 
 def _column_specs(columns: Any, biases: Any, adapters: Any) -> tuple[Any, Any]:
@@ -219,8 +237,7 @@ def row_parallel(
     """
     axis_name, (inputs, outputs) = context.axis_name, kernel_shape
     layer_checks.features("in_features", inputs, axis_name, context.devices)
-    count = x.ndim - len(inputs)
-    leading = context.leading_axes(x, count)
+    leading = context.leading_axes(x, count := x.ndim - len(inputs))
     shards = context.weight_shards(weight_sharding, leading)
     layer_checks.kernel(kernel, kernel_shape, 0, context, shards)
     layer_checks.input_features(x, (inputs[0] // context.parameter_shards, *inputs[1:]))
@@ -250,8 +267,7 @@ def row_parallel(
     rows, whole = (axis_name, *[None] * (len(inputs) - 1)), [None] * len(outputs)
     bias_spec = bias if bias is None else P(*whole)
     adapter_spec = adapter and adapter.specs((axis_name, None), (None, *whole))
-    over = weight_sharding if shards else None
-    spec = P(*kernel_spec((len(inputs), len(outputs)), 0, axis_name, over))
+    spec = _kernel_spec(kernel_shape, 0, axis_name, weight_sharding if shards else None)
     in_specs = (partition_spec(leading, *rows), spec, bias_spec, adapter_spec)
     out_specs = partition_spec(sharded(leading, scatter, axis_name), *whole)
     return context.map_shards(on_shards, (x, kernel, bias, adapter), in_specs, out_specs)

@@ -267,10 +267,10 @@ def _is_node(value: Any) -> bool:
 
 
 def _weight_dimension(entries: Iterable[Entry], options: dict[str, Any]) -> Literal[0, 1]:
-    """What a second axis shards of the kernels of all Column layers, as some share a gather.
+    """The dimension that a second axis shards of the kernels of all Column layers.
 
-    1, their output features, makes faster loops; both axes have to divide these, which may be few
-    heads. Row layers have their output features sharded.
+    It is one for all, as some share a gather: 1, their output features, which makes faster loops,
+    if both axes divide these, which may be few heads; or else 0.
     """
     second, axis = options["weight_axis_name"], (options["axis_name"], options["mesh"])
     count = None if second is None else known_weight_devices(second, *axis)

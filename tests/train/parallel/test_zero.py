@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -337,6 +338,50 @@ def test_advice_traces_no_run_that_is_estimated_as_far_too_large(
     )
     assert told == f"it fits with --remat full, and then takes {full:,} bytes"
     assert traced == ["full"]
+
+
+@pytest.mark.parametrize(
+    ("fits", "local", "sentence"),
+    [
+        (lambda run, sizes: sizes.tensor == 4, 4, "it fits with --mesh.data 1 --mesh.tensor 4, "),
+        (
+            lambda run, sizes: run.gradient_dtype == "bfloat16",
+            4,
+            "it fits with --gradient-dtype bfloat16, ",
+        ),
+        (
+            lambda run, sizes: sizes.devices == 16,
+            2,
+            "it fits on 16 devices with --mesh.context 4, ",
+        ),
+        (
+            lambda run, sizes: False,
+            2,
+            "it fits with more --mesh.context than 8, or with a shorter --sequence-length",
+        ),
+        (
+            lambda run, sizes: False,
+            None,
+            "it fits with more --mesh.tensor than 8, or with more --mesh.context than 8, or",
+        ),
+    ],
+)
+def test_advice_keeps_the_devices_or_says_how_many(
+    fits: Callable[[Config, MeshSizes], bool],
+    local: int | None,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tensor axis stays within a process of `local` devices."""
+
+    def memory_of(config: Config, mesh: AbstractMesh, **_: Any) -> Memory:
+        return Memory(0, 0, 0, 10 if fits(config, MeshSizes(**mesh.shape)) else 20)
+
+    monkeypatch.setattr(step_memory, "memory_of", memory_of)
+    config = dataclasses.replace(TINY, batch_size=2, compute_dtype="bfloat16", overlap="auto")
+    mesh = make_abstract_mesh(MeshSizes(data=2, tensor=2))
+    told = advice(config, mesh, Memory(0, 0, 0, 20), 10, local_devices=local)
+    assert told.startswith(sentence)
 
 
 def test_unknown_levels_are_refused():

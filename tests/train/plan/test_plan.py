@@ -70,7 +70,7 @@ def test_what_cannot_fit_says_why() -> None:
         assert plan.refused.most_common(1)[0][0] == "state does not fit"
         # The nearest to fitting: sharded over all devices that may share it.
         [least] = re.findall(
-            r"take ([\d,.]+) GB, and 69.0 GB may be used", plan.nearest["state does not fit"][1]
+            r"take ([\d,.]+) GB, and 69.0 GB may be used", plan.nearest("state does not fit")
         )
         assert float(least.replace(",", "")) == pytest.approx(4870 / devices, rel=1e-3)
 

@@ -14,7 +14,7 @@ import pytest
 from tests.train.plan.plans import H100, config
 from train.memory.device_memory import GPUS, MARGIN
 from train.plan import traced_rows, what_fits
-from train.plan.candidates import Candidate, Machine, Plan, make_plan
+from train.plan.candidates import Candidate, Machine, Plan, describe, make_plan
 from train.run.command_line import main
 
 DEVICES = 4
@@ -85,10 +85,15 @@ def test_what_nearly_fits_is_traced_where_nothing_does(
     plan.fitting, limit = [], int(plan.smallest.bytes / 1.05)
     near = Machine(DEVICES, H100, int(limit * machine.memory / machine.limit))
     seen = tracing(near.limit + too_much)
+    refused, smallest = plan.refused.total(), describe(plan.smallest.config, plan.smallest.sizes)
     found = trace(plan, near)
     assert len(seen) == 1
     assert (found is None) == bool(too_much)
     assert plan.is_too_large == bool(too_much)
+    # A row is not among what does not fit.
+    assert plan.refused.total() == refused - (not too_much)
+    is_example = any(plan.nearest(reason).startswith(f"{smallest}:") for reason in plan.refused)
+    assert is_example == bool(too_much)
 
 
 def test_the_only_row_that_does_not_fit_by_a_trace_is_the_example_of_its_reason(
@@ -99,7 +104,7 @@ def test_the_only_row_that_does_not_fit_by_a_trace_is_the_example_of_its_reason(
     tracing(machine.limit + 2e9)
     assert trace(plan, machine) is None
     assert plan.is_too_large
-    [(reason, (needed, example))] = plan.nearest.items()
+    [(reason, [(needed, example)])] = plan.examples.items()
     assert reason == "activations and gradients do not fit" and needed == machine.limit + 2e9
     gb = (
         f"{machine.limit / 1e9 + 2:.1f} GB by a trace, and {machine.limit / 1e9:.1f} GB may be used"
