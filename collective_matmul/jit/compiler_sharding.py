@@ -382,7 +382,13 @@ class _Walk:
         """
         self._join_equal(ins[0], outs[0], (_shape(equation.invars[0]), _shape(equation.outvars[0])))
 
-    _dynamic_slice = _pad = _slice
+    _dynamic_slice = _slice
+
+    def _pad(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
+        """Joins like a slice. Elements may move where the size stays: one edge grows, one is cut."""
+        self._slice(equation, ins, outs)
+        padded = zip(ins[0], equation.params["padding_config"], strict=True)
+        self.classes.keep_whole([dimension for dimension, each in padded if any(each)])
 
     def _dynamic_update_slice(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
         self._join(ins[0], outs[0])

@@ -180,7 +180,8 @@ def weight_features(size: int, axis_name: str, devices: int, over_axis: int) -> 
         also = f" in {over_axis} parts along the layer's own axis" if over_axis > 1 else ""
         raise ValueError(
             f"weight_axis_name={axis_name!r}: its {devices} devices do not divide {size} features"
-            f"{also}; expected a multiple of {devices * over_axis}, or leave it out for this layer"
+            f"{also}; expected a multiple of {devices * over_axis}, or a parallelize of its own for"
+            " this layer, without weight_axis_name"
         )
 
 
@@ -189,7 +190,8 @@ def whole_kernels(copies: int, weight_axis_name: str | None) -> None:
     if copies != 1 and weight_axis_name is not None:
         raise ValueError(
             f"weight_axis_name={weight_axis_name!r}: kernels with copies={copies} are whole on"
-            " every device; leave it out"
+            f" every device, as {copies} devices compute each head; leave it out for such a layer"
+            " and those that share its gather, by a parallelize of their own"
         )
 
 
@@ -397,7 +399,11 @@ def data_axes(value: Any, *others: str) -> tuple[str, ...]:
             f"data_axis_name={shown(value)}: expected the name of a mesh axis that shards dimension"
             " 0 of activations, a tuple of names, or () for none"
         )
-    distinct_axes((*others, *names))
+    if len({*others, *names}) < len(others) + len(names):
+        raise ValueError(
+            f"data_axis_name={shown(value)}: expected mesh axes that differ from each other"
+            f" and from the layer's own, {', '.join(map(repr, others))}"
+        )
     return tuple(names)
 
 

@@ -123,6 +123,7 @@ COMMUNICATING: dict[str, tuple[Callable[[Maps, Any], Any], str]] = {
     "cut before": (lambda to, x: to.rows(jnp.sin(x).T[:16]), "slice"),
     "concatenate": (lambda to, x: jnp.concatenate([to.rows(x), to.rows(x)]), "concatenate"),
     "pad": (lambda to, x: jnp.pad(to.rows(x), ((1, 1), (0, 0))), "pad"),
+    "shifted": (lambda to, x: lax.pad(to.rows(x), 0.0, ((1, -1, 0), (0, 0, 0))), "pad"),
     "cumsum": (lambda to, x: jnp.cumsum(to.rows(x), 0), "cumsum"),
     "rev": (lambda to, x: to.rows(x)[::-1], "rev"),
     "take": (lambda to, x: jnp.take(to.rows(x), jnp.arange(4), axis=0), "gather"),

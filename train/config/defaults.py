@@ -71,7 +71,8 @@ def _has_own_defaults(config: Config) -> str | None:
     they are those of the preset."""
     if _has_weights(config):
         return "fine-tuning"
-    return "this model" if config.preset == DEFAULT_PRESET and is_model_file(config) else None
+    is_free = config.preset == DEFAULT_PRESET and "preset" not in config.given
+    return "this model" if is_free and is_model_file(config) else None
 
 
 def _has_weights(config: Config) -> bool:

@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh
 
 from collective_matmul.jaxprs import scratch_bytes
 from models.blocks.rematerialization import Remat
-from train.config.config import Config, MeshSizes, Zero
+from train.config.checks import check
+from train.config.config import Config, MeshConfig, MeshSizes, Zero
 from train.config.context import sequence_unit
 from train.config.experts import on_tensor_axis
 from train.memory.live_memory import find_peak
@@ -118,6 +119,8 @@ def advice(
             sharded = dataclasses.replace(config, zero=zero)
             if memory.state * shards / _shards(sharded, larger) > limit:
                 continue
+            if larger != sizes and not _is_possible(sharded, larger):
+                continue
             for changed in _cheaper(sharded, larger.data * larger.fsdp):
                 if found := traced(changed, larger):
                     return found
@@ -182,6 +185,15 @@ def _longest_tensor_axis(config: Config, sizes: MeshSizes, local_devices: int | 
     if local_devices is None or config.distributed.tensor_across_processes:
         return four_times
     return min(four_times, max(local_devices, sizes.tensor))
+
+
+def _is_possible(config: Config, sizes: MeshSizes) -> bool:
+    """Whether a run on such a mesh would not be refused."""
+    try:
+        check(dataclasses.replace(config, mesh=MeshConfig(*sizes)), sizes)
+    except ValueError:
+        return False
+    return True
 
 
 def _sums_in_float32(config: Config, sizes: MeshSizes) -> bool:

@@ -169,9 +169,10 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> Config:
     if model is not None:
         config = asked = read({}, model)
         check_asked_model(asked, model)
+    asked = dataclasses.replace(asked, given=_given(asked, arguments))
     if defaults := implied(asked):
         config = read(defaults, model)
-    config = dataclasses.replace(config, given=_given(asked, arguments))
+    config = dataclasses.replace(config, given=asked.given)
     if config.lora.rank is None:  # What else a checkpoint's adapters had is not asked for either.
         config = dataclasses.replace(config, lora=asked.lora)
     groups = (name.partition(".") for name in _fields_given(arguments))

@@ -286,6 +286,7 @@ def _local_products(
         arrays = tuple(cast(jax.Array, gather_weight(kernel, shards, x.dtype)) for kernel in arrays)
     if not frozen:
         return tuple(jnp.tensordot(x, kernel, 1) for kernel in arrays)
+    x = vary_over(x, varying_axes(arrays[0]))  # Its gradient is summed over the layer's axis.
     return tuple(local_matmul_frozen(x, w.reshape(w.shape[0], -1)) for w in arrays)
 
 

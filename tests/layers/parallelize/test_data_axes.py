@@ -122,7 +122,11 @@ def test_other_layers_take_it_as_an_option(mesh: Mesh) -> None:
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown": ("batch", ValueError, "data_axis_name='batch': the mesh has the axes ('data', 'ten"),
-    "the axis of the layer": ("tensor", ValueError, "('tensor', 'tensor') has an axis twice"),
+    "the axis of the layer": (
+        "tensor",
+        ValueError,
+        "data_axis_name='tensor': expected mesh axes that differ",
+    ),
     "no name": (0, TypeError, "data_axis_name=0: expected the name of a mesh axis that shards"),
     "an array": (random(2), TypeError, "data_axis_name=an array float32[2]: expected"),
 }

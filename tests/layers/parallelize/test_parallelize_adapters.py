@@ -163,3 +163,20 @@ def test_adapters_that_cannot_be_collective_are_refused(layer: Any, plan: str, s
     model = nnx.List([layer(nnx.Rngs(0))])
     with pytest.raises(ValueError, match=re.escape(sentence)):
         parallelize(model, {plan: Column()})
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_the_gradient_of_what_is_not_gathered_is_summed(
+    length: int, make_mesh: MeshFactory
+) -> None:
+    """A sequence that the axis does not divide, as one token of decoding."""
+    x = random(2, length, FEATURES)
+    expected = unsharded_outcome(FeedForward(), x)
+    model = parallelize(FeedForward(), PLAN, mesh=make_mesh({"tensor": 4}))
+    graph, state = nnx.split(model)
+
+    def loss(x: jax.Array) -> jax.Array:
+        y = nnx.merge(graph, state)(x)
+        return jnp.sum(y * np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape))
+
+    assert_close(jax.jit(jax.grad(loss))(x), expected[-1])

@@ -183,6 +183,15 @@ def test_a_file_of_an_earlier_release_is_read_with_current_names(tmp_path):
     assert parse([*file, "--steps", "9"]).optimizer.decay_steps is None
 
 
+def test_a_preset_that_is_named_gives_the_rest_though_it_is_the_default() -> None:
+    file, debug = ["--config", str(DATA / "qwen3" / "config.json")], PRESETS["debug"]()
+    named, free = parse([*file, "--preset", "debug"]), parse(file)
+    assert named.optimizer.learning_rate == debug.optimizer.learning_rate
+    assert named.sequence_length == debug.sequence_length
+    assert free.optimizer.learning_rate != debug.optimizer.learning_rate
+    assert named.model == free.model
+
+
 def test_a_run_goes_by_the_file_that_it_began_with(monkeypatch, tmp_path):
     """Which is read once, and may change or go while it trains."""
     opened, open_regular = [], model_folder.open_regular

@@ -384,6 +384,26 @@ def test_advice_keeps_the_devices_or_says_how_many(
     assert told.startswith(sentence)
 
 
+def test_advice_takes_no_mesh_that_a_run_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here fsdp 4 × tensor 3, which does not divide 6 sequences."""
+    tried = []
+
+    def memory_of(config: Config, mesh: AbstractMesh, **_: Any) -> Memory:
+        tried.append(MeshSizes(**mesh.shape))
+        return Memory(0, 0, 0, 20)
+
+    monkeypatch.setattr(step_memory, "memory_of", memory_of)
+    model = dataclasses.replace(
+        TINY.model, num_heads=12, num_key_value_heads=12, features=96, hidden_features=96,
+        vocabulary_size=96,
+    )  # fmt: skip
+    config = dataclasses.replace(TINY, model=model, batch_size=6, sequence_length=48, zero=3)
+    mesh = make_abstract_mesh(MeshSizes(fsdp=6, tensor=2))
+    advice(config, mesh, Memory(0, 0, 0, 20), 10)
+    assert MeshSizes(fsdp=3, tensor=4) in tried
+    assert all(6 % (sizes.data * sizes.fsdp) == 0 for sizes in tried)
+
+
 def test_unknown_levels_are_refused():
     with pytest.raises(ValueError, match="zero=5: expected 0, 1, 2 or 3"):
         check(dataclasses.replace(TINY, zero=5), MeshSizes())  # pyright: ignore

@@ -85,8 +85,8 @@ def test_adapters_are_a_part_of_a_step() -> None:
 
 
 def test_an_example_of_what_does_not_fit_has_the_columns_of_the_table(capsys) -> None:
-    flags = "--preset llama3-70b --device H100 --devices 8 --batch-size 8 --lora.rank 16 --scan-layers 1"
-    output = printed(f"--plan {flags}", capsys)
+    model = "--preset llama3-70b --batch-size 8 --lora.rank 16 --scan-layers 1"
+    output = printed(f"--plan {model} --device H100 --devices 8", capsys)
     [example] = re.findall(r"gradients do not fit, such as (.*?): takes (\S+) GB", output)
     mesh, *others = example[0].split(", ")
     assert [other.rpartition(" ")[0] for other in others] == [
