@@ -385,7 +385,7 @@ class _Walk:
     _dynamic_slice = _slice
 
     def _pad(self, equation: JaxprEqn, ins: Any, outs: Any) -> None:
-        """Joins like a slice. Elements may move where the size stays: one edge grows, one is cut."""
+        """Joins like a slice. Elements may move where the size stays, if one edge grows."""
         self._slice(equation, ins, outs)
         padded = zip(ins[0], equation.params["padding_config"], strict=True)
         self.classes.keep_whole([dimension for dimension, each in padded if any(each)])
