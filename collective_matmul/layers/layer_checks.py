@@ -401,8 +401,8 @@ def data_axes(value: Any, *others: str) -> tuple[str, ...]:
         )
     if len({*others, *names}) < len(others) + len(names):
         raise ValueError(
-            f"data_axis_name={shown(value)}: expected mesh axes that differ from each other"
-            f" and from the layer's own, {', '.join(map(repr, others))}"
+            f"data_axis_name={shown(value)}: expected mesh axes that differ from each other and"
+            " from those that the layer works over"
         )
     return tuple(names)
 

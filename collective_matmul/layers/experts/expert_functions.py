@@ -32,7 +32,6 @@ from collective_matmul.layers.sharding_context import (
     LocalShards,
     ShardingContext,
     current_context,
-    known_axes,
     partition_spec,
 )
 from collective_matmul.operands.quantized import Quantized
@@ -106,14 +105,10 @@ def expert_context(
     if not names:
         # Experts that are whole on each device need no mesh, but types of arrays may name one.
         return GlobalArrays("", around) if around.explicit_axes else LocalShards("")
-    context = current_context(names[0], mesh, arrays, names[1:])
+    context = current_context(names[0], mesh, arrays, names[1:], data)
     if isinstance(context, LocalShards):
         return context
-    # The types of arrays say what Explicit axes shard.
-    auto = context.mesh.abstract_mesh.auto_axes
-    known_axes("data_axis_name", data, context.mesh.axis_names)
-    added = [axis for axis in data if axis in auto and axis not in names]
-    return replace(context, further_axes=(*context.further_axes, *added))
+    return replace(context, further_axes=(*context.further_axes, *context.data_axes), data_axes=())
 
 
 def routed_experts(
